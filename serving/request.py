@@ -1,0 +1,250 @@
+"""What a client asks for and what it gets: Request, SamplingParams, RequestOutput. No JAX here.
+
+`SamplingParams` checks itself where it is made, against limits that need no model; `validate_request`
+checks the rest against the model's vocabulary and context, and is the one door every interface goes through.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_N = 128  # completions of one prompt
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 16
+MAX_LOGIT_BIAS = 1024
+MAX_TOKEN_LIST = 65536  # allowed or banned token ids of one request
+MAX_SEED = 2**64 - 1
+
+
+class RequestError(ValueError):
+    """A request that cannot be served. `field` names what is wrong; the message holds field and value."""
+
+    def __init__(self, field: str, message: str):
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _int(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(name, f"must be an integer, got {_shown(value)}")
+    if not low <= value <= high:
+        raise RequestError(name, f"must be in [{low}, {high}], got {_shown(value)}")
+    return value
+
+
+def _float(name: str, value: object, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(name, f"must be a number, got {_shown(value)}")
+    if not (math.isfinite(value) and low <= value <= high):
+        raise RequestError(name, f"must be a finite number in [{low}, {high}], got {_shown(value)}")
+    return float(value)
+
+
+def _ids(name: str, value: object, limit: int) -> tuple[int, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise RequestError(name, f"must be a list of token ids, got {_shown(value)}")
+    if len(value) > limit:
+        raise RequestError(name, f"has {len(value)} entries; at most {limit} are accepted")
+    return tuple(_int(f"{name}[{i}]", v, 0, 2**31 - 1) for i, v in enumerate(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens. Immutable; raises RequestError on any value out of range.
+
+    temperature 0 is greedy. top_k 0 or -1 is off. Repetition penalty counts prompt and output, presence and
+    frequency penalties count output only. max_tokens None means up to the context limit. `logprobs` N returns
+    the chosen token's and the N best log-probs of the raw distribution at temperature 1 (0: the chosen only).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _int("n", self.n, 1, MAX_N)
+        _float("temperature", self.temperature, 0.0, 100.0)
+        _float("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise RequestError("top_p", "must be above 0, got 0.0")
+        _int("top_k", self.top_k, -1, 2**31 - 1)
+        _float("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _int("seed", self.seed, -(2**63), MAX_SEED)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, Sequence):
+            raise RequestError("stop", f"must be a string or a list of strings, got {_shown(stop)}")
+        if len(stop) > MAX_STOP_STRINGS:
+            raise RequestError("stop", f"has {len(stop)} entries; at most {MAX_STOP_STRINGS} are accepted")
+        for i, text in enumerate(stop):
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop[{i}]", f"must be a string that is not empty, got {_shown(text)}")
+            if len(text) > MAX_STOP_STRING_CHARS:
+                raise RequestError(f"stop[{i}]", f"has {len(text)} characters; at most {MAX_STOP_STRING_CHARS}")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
+        if self.max_tokens is not None:
+            _int("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        _int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError("min_tokens", f"{self.min_tokens} is above max_tokens={self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError("max_tokens", "is 0, which is allowed only with prompt_logprobs (scoring a prompt)")
+        if _float("repetition_penalty", self.repetition_penalty, 0.0, 100.0) == 0.0:
+            raise RequestError("repetition_penalty", "must be above 0, got 0.0")
+        _float("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _float("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError("logit_bias", f"must map token ids to numbers, got {_shown(self.logit_bias)}")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError("logit_bias", f"has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}")
+        bias = {
+            _int(f"logit_bias key {_shown(k)}", k, 0, 2**31 - 1): _float(f"logit_bias[{k}]", v, -100.0, 100.0)
+            for k, v in self.logit_bias.items()
+        }
+        object.__setattr__(self, "logit_bias", bias)
+        if self.allowed_token_ids is not None:
+            allowed = _ids("allowed_token_ids", self.allowed_token_ids, MAX_TOKEN_LIST)
+            if not allowed:
+                raise RequestError("allowed_token_ids", "is an empty list: no token could be chosen")
+            if not set(allowed) - set(self.banned_token_ids):
+                raise RequestError("allowed_token_ids", "are all banned by banned_token_ids")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        object.__setattr__(self, "banned_token_ids", _ids("banned_token_ids", self.banned_token_ids, MAX_TOKEN_LIST))
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(name, f"must be true or false, got {_shown(getattr(self, name))}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def uses_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def uses_bias(self) -> bool:
+        return bool(self.logit_bias) or self.allowed_token_ids is not None or bool(self.banned_token_ids)
+
+
+@dataclass(kw_only=True)
+class Request:
+    """One sequence to complete, on the host. The scheduler owns it from `add` until it is finished.
+
+    `token_ids` holds prompt and output. `[0, num_computed_tokens)` have K/V in pages once every dispatched step
+    has run; a request gets tokens until `num_computed_tokens` catches up with what it has.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_total_tokens: int  # prompt + output bound: min(context, prompt + max_tokens)
+    stop_token_ids: tuple[int, ...] = ()  # params.stop_token_ids plus the model's eos unless ignore_eos
+    child_index: int = 0  # which of params.n
+    seed: int = 0  # 64-bit; folded with child_index and position on the device
+    arrival_time_s: float = 0.0
+
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0  # includes tokens of steps dispatched and not yet read
+    num_cached_tokens: int = 0  # of those, from a prefix hit at the first admission
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the token id or string that stopped it
+    error: str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """A chosen (or prompt) token's natural log-prob and the best ones, best first, as (token id, log-prob)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(kw_only=True)
+class CompletionOutput:
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+@dataclass(kw_only=True)
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: list[TokenLogprob | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)

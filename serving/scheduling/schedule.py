@@ -1,0 +1,61 @@
+"""The decision of one step, as frozen values. The scheduler makes it, the model runner executes it.
+
+Positions are absolute within a sequence. A `slot` is a row of the fixed-shape decode program; a request keeps
+its slot from admission until it finishes or is preempted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serving.request import Request
+
+NULL_PAGE = 0  # padding writes there; never allocated, never read as valid
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotReset:
+    """Rewrite a slot's whole row on the device before the step: a request was just given this slot."""
+
+    slot: int
+    request: Request
+    page_ids: tuple[int, ...]  # pages of the sequence in order, allocated so far
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageAppend:
+    """`page_table[slot, page_index] = page_id` before the step."""
+
+    slot: int
+    page_index: int
+    page_id: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillChunk:
+    """Compute positions [start, start + len(token_ids)) of a request. Where `samples`, the chunk ends the known
+    tokens: its last token's logits give the next token and the slot decodes from the next step on."""
+
+    slot: int
+    request: Request
+    start: int
+    token_ids: tuple[int, ...]
+    samples: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One step. Order on the device: deactivate, resets, page appends, then one forward pass over the decode
+    slots and the prefill chunks together, then sampling."""
+
+    step_id: int
+    deactivate: tuple[int, ...] = ()  # slots whose request was aborted or preempted, or was never started
+    resets: tuple[SlotReset, ...] = ()
+    page_appends: tuple[PageAppend, ...] = ()
+    decode: tuple[tuple[int, Request], ...] = ()  # (slot, request) that decode; the device drops those that stopped
+    num_decode_steps: int = 1  # K; above 1 only when prefill is empty
+    prefill: tuple[PrefillChunk, ...] = ()
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.prefill)
