@@ -1,1 +1,24 @@
+"""Headrace's public names: `from serving import LLM, SamplingParams, AsyncEngine`."""
 
+from typing import TYPE_CHECKING, Any
+
+from serving.request import RequestError, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from serving.async_engine import AsyncEngine
+    from serving.llm import LLM
+
+__all__ = ["LLM", "AsyncEngine", "RequestError", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    # JAX takes seconds to import: only what needs it pays.
+    if name == "LLM":
+        from serving.llm import LLM
+
+        return LLM
+    if name == "AsyncEngine":
+        from serving.async_engine import AsyncEngine
+
+        return AsyncEngine
+    raise AttributeError(f"module 'serving' has no attribute {name!r}")

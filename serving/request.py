@@ -190,12 +190,14 @@ class Request:
     child_index: int = 0  # which of params.n
     seed: int = 0  # 64-bit; folded with child_index and position on the device
     arrival_time_s: float = 0.0
+    cache_salt: bytes = b""  # requests of different salts never share pages through the prefix cache
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0  # includes tokens of steps dispatched and not yet read
     num_cached_tokens: int = 0  # of those, from a prefix hit at the first admission
     num_preemptions: int = 0
+    rope_len: int = 0  # rope sees max(num_prompt_tokens, rope_len); longrope: tokens at the last long-regime restart
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id or string that stopped it
     error: str | None = None

@@ -19,12 +19,16 @@ MLP = "mlp"  # F
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Shape, dtype and logical axes of one parameter. `axes` has a name or None for each dimension."""
+    """Shape, dtype and logical axes of one parameter. `axes` has a name or None for each dimension.
+
+    Where `num_rows` is given, only the first `num_rows` rows of axis 0 are the model's; the rest is padding, zero.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
     axes: tuple[str | None, ...]
     init_scale: float | None = None  # std of the random init; None means ones (norm weights)
+    num_rows: int | None = None  # None: all
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):

@@ -45,10 +45,11 @@ class PrefillChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One step. Order on the device: deactivate, resets, page appends, then one forward pass over the decode
-    slots and the prefill chunks together, then sampling."""
+    """One step. Order on the device: zero pages, deactivate, resets, page appends, then one forward pass over the
+    decode slots and the prefill chunks together, then sampling. A slot that is not in `decode` does not advance."""
 
     step_id: int
+    zero_pages: tuple[int, ...] = ()  # hold values that are not finite: masked keys would still spread them (0 * NaN)
     deactivate: tuple[int, ...] = ()  # slots whose request was aborted or preempted, or was never started
     resets: tuple[SlotReset, ...] = ()
     page_appends: tuple[PageAppend, ...] = ()

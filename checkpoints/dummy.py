@@ -1,0 +1,63 @@
+"""Random parameters for a config without weights: made where they live, the same over any number of shards."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from checkpoints.kv_layout import regroup
+from checkpoints.load import Progress, check_specs
+from checkpoints.param_names import param_shapes
+from configs.model import ModelConfig
+from sharding.param_spec import ParamSpec
+
+SEED = 0
+
+
+def random_params(
+    config: ModelConfig,
+    specs: Mapping[str, ParamSpec],
+    shardings: Mapping[str, jax.sharding.Sharding],
+    tensor_shards: int,
+    progress: Progress | None,
+) -> dict[str, jax.Array]:
+    """Normal values with each spec's `init_scale`, ones where it has none. Padding rows of the vocabulary are zero
+    and copies of a KV head are equal, so the model does not depend on `tensor_shards`."""
+    check_specs(specs, config, tensor_shards)
+    base_shapes = param_shapes(config, 1)  # each KV head once
+    total_bytes = sum(spec.nbytes for spec in specs.values())
+    done_bytes = 0
+    params = {}
+    for path, spec in specs.items():
+        base_shape = base_shapes[path]
+        if path in ("embed/weight", "lm_head/weight"):
+            base_shape = (config.vocab_size, *base_shape[1:])
+        # without the layer's number, so that layers share programs
+        kind = "layer/" + path.split("/", 2)[2] if path.startswith("layers/") else path
+        make = _maker(kind, base_shape, config.num_kv_heads, spec, shardings[path])
+        params[path] = make(jax.random.fold_in(jax.random.key(SEED), zlib.crc32(path.encode())))
+        done_bytes += spec.nbytes
+        if progress is not None:
+            progress(done_bytes, total_bytes)
+    return params
+
+
+@functools.lru_cache(maxsize=64)
+def _maker(
+    kind: str, base_shape: tuple[int, ...], num_kv_heads: int, spec: ParamSpec, sharding: jax.sharding.Sharding
+) -> Callable[[jax.Array], jax.Array]:
+    """A compiled function from a key to one parameter."""
+
+    def make(key: jax.Array) -> jax.Array:
+        if spec.init_scale is None:
+            return jnp.ones(spec.shape, spec.dtype)
+        values = (jax.random.normal(key, base_shape, jnp.float32) * spec.init_scale).astype(spec.dtype)
+        if "/qkv/" in kind or kind.endswith("/o/kernel"):
+            return regroup(kind, values, num_kv_heads, spec.shape["/o/kernel" in kind], jnp)
+        return jnp.pad(values, [(0, size - old) for size, old in zip(spec.shape, base_shape, strict=True)])
+
+    return jax.jit(make, out_shardings=sharding)

@@ -1,0 +1,140 @@
+"""One layer of the decoder: attention over pages and a gated MLP, each with its norms and residual sum."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from configs.model import LayerType, ModelConfig
+from layers.kv_cache import KV_PAGES_AXES
+from layers.linear import Linear
+from layers.norm import RMSNorm
+from layers.params import ParamSpecs
+from layers.rope import rotate
+from layers.step_inputs import AttentionRows
+from pallas_kernels.kv_page_write import write_kv
+from pallas_kernels.paged_attention import paged_attention
+from sharding.param_spec import KV_HEADS
+from sharding.placement import mesh_of, partition_spec
+
+ACTIVATION = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+QUERY_AXES = (None, KV_HEADS, None, None)  # [T, K, G, H]
+KEY_AXES = (None, KV_HEADS, None)  # [T, K, H]
+
+
+def write_and_attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_pages: jax.Array,
+    kv_indices: jax.Array,
+    rows: tuple[AttentionRows, ...],
+    *,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Write k, v [T, K, H] to pages, then attend with q [T, K, G, H] -> (kv_pages, out [T, K, G, H])."""
+    kv_pages = write_kv(kv_pages, k, v, kv_indices)
+    outs = []
+    start = 0
+    for group in rows:
+        q_rows = q[start : start + group.num_tokens].reshape(-1, group.num_queries, *q.shape[1:])
+        out = paged_attention(
+            q_rows,
+            kv_pages,
+            group.page_table,
+            group.starts,
+            group.lengths,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+        )
+        outs.append(out.reshape(-1, *q.shape[1:]))
+        start += group.num_tokens
+    return kv_pages, jnp.concatenate(outs)
+
+
+class Block(nnx.Module):
+    """Parameters of one layer. Equal for layers of one kind, so that they share one traced function."""
+
+    def __init__(self, config: ModelConfig, specs: ParamSpecs, path: str, layer_type: LayerType):
+        def norm(name: str, present: bool = True) -> RMSNorm | None:
+            return RMSNorm(specs, f"{path}/{name}", config.rms_norm_eps) if present else None
+
+        self.config = config
+        self.sliding_window = config.sliding_window if layer_type == "sliding_attention" else None
+        self.attn_norm = norm("attn_norm")
+        self.qkv = Linear(specs, f"{path}/qkv")
+        self.q_norm = norm("q_norm", config.qk_norm)
+        self.k_norm = norm("k_norm", config.qk_norm)
+        self.o = Linear(specs, f"{path}/o", num_in=3)
+        self.post_attn_norm = norm("post_attn_norm", config.post_norms)
+        self.mlp_norm = norm("mlp_norm")
+        self.gate_up = Linear(specs, f"{path}/gate_up")
+        self.down = Linear(specs, f"{path}/down")
+        self.post_mlp_norm = norm("post_mlp_norm", config.post_norms)
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        kv_pages: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        kv_indices: jax.Array,
+        rows: tuple[AttentionRows, ...],
+    ) -> tuple[jax.Array, jax.Array]:
+        """hidden [T, D] -> (kv_pages with the tokens' keys and values, hidden). Two all-reduces over shards."""
+        kv_pages, update = self.attention(self.attn_norm(hidden), kv_pages, rope, kv_indices, rows)
+        if self.post_attn_norm is not None:
+            update = self.post_attn_norm(update)
+        hidden = hidden + update
+        update = self.mlp(self.mlp_norm(hidden))
+        if self.post_mlp_norm is not None:
+            update = self.post_mlp_norm(update)
+        return kv_pages, hidden + update
+
+    def attention(
+        self,
+        x: jax.Array,
+        kv_pages: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        kv_indices: jax.Array,
+        rows: tuple[AttentionRows, ...],
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [T, D] -> (kv_pages, [T, D])."""
+        config = self.config
+        qkv = self.qkv(x)  # G + 2 heads for each KV head: queries, key, value
+        q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *rope), rotate(k, *rope)
+        local = functools.partial(
+            write_and_attend,
+            scale=config.attention_scale,
+            sliding_window=self.sliding_window,
+            softcap=config.attn_logit_softcap,
+        )
+        query, key, pages = (partition_spec(axes) for axes in (QUERY_AXES, KEY_AXES, KV_PAGES_AXES))
+        kv_pages, out = jax.shard_map(
+            local,
+            mesh=mesh_of(kv_pages),
+            in_specs=(query, key, key, pages, PartitionSpec(), PartitionSpec()),
+            out_specs=(pages, query),
+            check_vma=False,  # kernels know no mesh, and loop carries that start as constants would be refused
+        )(q, k, v, kv_pages, kv_indices, rows)
+        return kv_pages, self.o(out)
+
+    def mlp(self, x: jax.Array) -> jax.Array:
+        """x [T, D] -> [T, D]."""
+        gate_up = self.gate_up(x)
+        hidden = ACTIVATION[self.config.activation](gate_up[:, 0]) * gate_up[:, 1]
+        return self.down(hidden)

@@ -1,0 +1,100 @@
+"""Paged attention in plain jnp: the definition of right, and the path that runs on CPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+MASKED_SCORE = -1e30  # finite, so that exp(MASKED_SCORE - MASKED_SCORE) is 1 and not NaN
+
+
+def paged_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    page_table: jax.Array,
+    starts: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    block_kv: int = 128,
+) -> jax.Array:
+    """See `api.paged_attention`. `block_kv` is about how many keys are read at a time (at least one page).
+
+    Online softmax over blocks of keys (Milakov and Gimelshein 2018; Dao et al. 2022, FlashAttention) in float32.
+    Blocks start at multiples of `block_kv` whatever the row, and a block that a row does not see multiplies its
+    state by exactly 1 and adds exactly 0: so a row's result has the same bits whatever the other rows are and
+    however many blocks they need.
+    """
+    num_rows, num_queries, num_kv_heads, num_groups, head_dim = q.shape
+    page_size = kv_pages.shape[3]
+    pages_per_block = max(1, block_kv // page_size)
+    block_kv = pages_per_block * page_size
+    num_padding = -page_table.shape[1] % pages_per_block
+    page_table = jnp.pad(page_table, ((0, 0), (0, num_padding)))  # page 0, the null page; masked by position
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    query_RQ = jnp.arange(num_queries, dtype=jnp.int32)[None, :]
+    position_RQ = starts[:, None] + query_RQ
+    is_query_RQ = query_RQ < lengths[:, None]
+    # [first_R, end_R): the keys that some query of the row sees
+    end_R = jnp.where(lengths > 0, starts + lengths, 0)
+    if sliding_window is None:
+        first_R = jnp.zeros_like(starts)
+        first_block = jnp.int32(0)
+    else:
+        first_R = jnp.maximum(starts - (sliding_window - 1), 0)
+        first_block = jnp.min(jnp.where(lengths > 0, first_R, jnp.iinfo(jnp.int32).max)) // block_kv
+    end_block = -(-jnp.max(end_R) // block_kv)
+
+    q_RKQGH = jnp.transpose(q, (0, 2, 1, 3, 4))
+
+    def attend_block(block: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]):
+        max_RKQG, sum_RKQG, out_RKQGH = state
+        page_ids = lax.dynamic_slice_in_dim(page_table, block * pages_per_block, pages_per_block, axis=1)
+        kv = jnp.moveaxis(kv_pages.at[page_ids].get(mode="clip"), 1, 3)  # [R, 2, K, pages, page_size, H]
+        k_RKSH, v_RKSH = jnp.moveaxis(kv.reshape(num_rows, 2, num_kv_heads, block_kv, head_dim), 1, 0)
+
+        key_S = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
+        is_seen_RQS = is_query_RQ[:, :, None] & (key_S <= position_RQ[:, :, None])
+        if sliding_window is not None:
+            is_seen_RQS &= key_S > position_RQ[:, :, None] - sliding_window
+        is_seen = is_seen_RQS[:, None, :, None, :]
+        # Pool values that nobody wrote may be NaN, and 0 * NaN is NaN: V is masked as well as the scores.
+        is_key_RS = (key_S >= first_R[:, None]) & (key_S < end_R[:, None])
+        v_RKSH = jnp.where(is_key_RS[:, None, :, None], v_RKSH, 0)
+
+        scores = scale * jnp.einsum(
+            "rkqgh,rksh->rkqgs", q_RKQGH, k_RKSH, precision=precision, preferred_element_type=jnp.float32
+        )
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        scores = jnp.where(is_seen, scores, MASKED_SCORE)
+        new_max_RKQG = jnp.maximum(max_RKQG, scores.max(axis=-1))
+        probs = jnp.where(is_seen, jnp.exp(scores - new_max_RKQG[..., None]), 0.0)
+        rescale_RKQG = jnp.exp(max_RKQG - new_max_RKQG)
+        weighted = jnp.einsum(
+            "rkqgs,rksh->rkqgh",
+            probs.astype(v_RKSH.dtype),  # both sides of the product in the KV dtype, the sum in float32
+            v_RKSH,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return (
+            new_max_RKQG,
+            sum_RKQG * rescale_RKQG + probs.sum(axis=-1),
+            out_RKQGH * rescale_RKQG[..., None] + weighted,
+        )
+
+    heads = (num_rows, num_kv_heads, num_queries, num_groups)
+    state = (
+        jnp.full(heads, MASKED_SCORE, jnp.float32),
+        jnp.zeros(heads, jnp.float32),
+        jnp.zeros((*heads, head_dim), jnp.float32),
+    )
+    _, sum_RKQG, out_RKQGH = lax.fori_loop(first_block, end_block, attend_block, state)
+    # A query that is none has seen no key: its sum is 0 and its output must be 0.
+    out_RKQGH = out_RKQGH / jnp.where(sum_RKQG > 0, sum_RKQG, 1.0)[..., None]
+    return jnp.transpose(out_RKQGH, (0, 2, 1, 3, 4)).astype(q.dtype)

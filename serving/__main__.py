@@ -1,0 +1,85 @@
+"""The `headrace` command: parse, build, run. A user's mistake ends in one line on stderr and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from absl import logging
+
+from checkpoints.errors import CheckpointError
+from configs.checks import ConfigError
+from configs.load import config_text
+from serving import bench
+from serving.cli.generate import run_generate
+from serving.cli.parser import UsageError, build_parser, configs_from, rewrite_gin_sugar
+from serving.request import RequestError
+
+USER_ERROR_STATUS = 2
+
+
+def main(argv: Sequence[str] | None = None, *, llm_factory: Any = None) -> int:
+    """Run one command and return its exit status: 0 done, 1 some requests failed, 2 refused, 130 interrupted.
+
+    `argv` None takes the process's own arguments and sets up its logging. `llm_factory` stands in for
+    `serving.llm.LLM`, which is otherwise imported when an engine is needed.
+    """
+    if argv is None:
+        logging.use_absl_handler()
+        argv = sys.argv[1:]
+    try:
+        args = build_parser().parse_args(rewrite_gin_sugar(argv))
+        return _run(args, llm_factory)
+    except KeyboardInterrupt:
+        print("headrace: interrupted", file=sys.stderr)
+        return 130
+    except (UsageError, ConfigError, RequestError, CheckpointError, OSError) as error:
+        if "--debug" in argv:
+            traceback.print_exc()
+        print(f"headrace: error: {_one_line(error)}", file=sys.stderr)
+        return USER_ERROR_STATUS
+
+
+def _run(args: argparse.Namespace, llm_factory: Any) -> int:
+    if args.command == "convert":
+        from checkpoints.convert import convert
+
+        convert(args.source, args.destination)
+        return 0
+    configs = configs_from(args)
+    if args.print_config:
+        print(config_text(configs))
+        return 0
+    logging.info("configuration:\n%s", config_text(configs))
+    if args.dry_run:
+        plan = _llm_class(llm_factory).plan
+        print(plan(configs.run.model_source, engine_config=configs.engine, mesh_config=configs.mesh))
+        return 0
+    if args.command == "bench":
+        source = configs.run.model_source
+        llm = _llm_class(llm_factory)(source, engine_config=configs.engine, mesh_config=configs.mesh)
+        bench.run(llm, args, source)
+        return 0
+    return run_generate(args, configs, lambda: _llm_class(llm_factory))
+
+
+def _llm_class(llm_factory: Any) -> Any:
+    if llm_factory is not None:
+        return llm_factory
+    from serving.llm import LLM  # imports JAX, which takes seconds: a refusal should not wait for it
+
+    return LLM
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

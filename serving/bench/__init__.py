@@ -1,0 +1,147 @@
+"""`headrace bench decode|prefill|mixed`: figures as JSON lines, the same work as the anchors' peer script.
+
+Prompts are token ids drawn with a fixed seed, so that another engine can run exactly the same work. A decode figure is
+(time of `steps` + 1 tokens - time of 1 token) / `steps`: queueing and prefill cancel out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from serving.request import SamplingParams
+
+DECODE_CASES = ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (256, 1024), (128, 4096))
+PREFILL_CASES = ((1, 4096), (32, 2048))
+MIXED_REQUESTS = 512
+DECODE_STEPS = 128
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `headrace bench`; engine flags are added by the command line itself."""
+    parser.add_argument("figure", choices=("decode", "prefill", "mixed"))
+    parser.add_argument("--batch", type=int, action="append", help="decode: sequences at once (repeatable)")
+    parser.add_argument("--context", type=int, action="append", help="prompt tokens, one for each --batch")
+    parser.add_argument("--steps", type=int, default=DECODE_STEPS, help="decode: tokens timed for each sequence")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each case; the median is reported")
+    parser.add_argument("--num_requests", type=int, default=MIXED_REQUESTS, help="mixed: requests in all")
+
+
+def random_prompts(rng: np.random.Generator, count: int, length: int, vocab_size: int) -> list[dict[str, list[int]]]:
+    """`count` prompts of `length` random token ids."""
+    return [{"prompt_token_ids": rng.integers(100, vocab_size - 100, length).tolist()} for _ in range(count)]
+
+
+def mixed_lengths(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """ShareGPT-like lengths: lognormal input (median about 500) and output (about 200), clipped; tokens."""
+    num_input = np.clip(np.exp(rng.normal(6.2, 0.9, count)), 16, 4096).astype(int)
+    num_output = np.clip(np.exp(rng.normal(5.3, 0.7, count)), 16, 1024).astype(int)
+    return num_input, num_output
+
+
+class Bench:
+    """Runs cases on an LLM and prints one JSON object a figure."""
+
+    def __init__(self, llm: Any, name: str, repeats: int):
+        self.llm, self.name, self.repeats = llm, name, repeats
+        self.vocab_size = llm.engine.model_config.vocab_size
+
+    def _run_s(self, prompts: Sequence[dict], num_output: int | Sequence[int]) -> float:
+        lengths = [num_output] * len(prompts) if isinstance(num_output, int) else num_output
+        params = [SamplingParams(temperature=0.0, max_tokens=int(n), ignore_eos=True) for n in lengths]
+        started_s = time.perf_counter()
+        self.llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - started_s
+
+    def _emit(self, **figures: Any) -> None:
+        compiles = self.llm.engine.num_compiles_while_serving
+        print(
+            json.dumps({"engine": "headrace", "name": self.name, **figures, "compiles_while_serving": compiles}),
+            flush=True,
+        )
+
+    def decode(self, cases: Sequence[tuple[int, int]], num_steps: int) -> None:
+        """Milliseconds of a decode step for (batch, context)."""
+        rng = np.random.default_rng(0)
+        self._run_s(random_prompts(rng, 1, 64, self.vocab_size), 8)
+        for batch, context in cases:
+            step_ms, first_ms = [], []
+            for _ in range(self.repeats):
+                first_s = self._run_s(random_prompts(rng, batch, context, self.vocab_size), 1)
+                whole_s = self._run_s(random_prompts(rng, batch, context, self.vocab_size), num_steps + 1)
+                step_ms.append((whole_s - first_s) / num_steps * 1e3)
+                first_ms.append(first_s * 1e3)
+            median = statistics.median(step_ms)
+            self._emit(
+                figure="decode",
+                batch=batch,
+                context=context,
+                step_ms=round(median, 3),
+                all_step_ms=[round(x, 3) for x in step_ms],
+                output_tokens_per_s=round(batch / median * 1e3, 1),
+                first_token_ms=round(statistics.median(first_ms), 2),
+            )
+
+    def prefill(self, cases: Sequence[tuple[int, int]]) -> None:
+        """Prompt tokens a second for (prompts, length), each prompt to its first token."""
+        rng = np.random.default_rng(0)
+        self._run_s(random_prompts(rng, 1, 64, self.vocab_size), 1)
+        for count, length in cases:
+            times_s = [self._run_s(random_prompts(rng, count, length, self.vocab_size), 1) for _ in range(self.repeats)]
+            median_s = statistics.median(times_s)
+            self._emit(
+                figure="prefill",
+                batch=count,
+                context=length,
+                prompt_tokens_per_s=round(count * length / median_s),
+                ms=round(median_s * 1e3, 2),
+                all_ms=[round(t * 1e3, 2) for t in times_s],
+            )
+
+    def mixed(self, count: int) -> None:
+        """A batch of requests of ShareGPT-like lengths, all queued at once."""
+        rng = np.random.default_rng(7)
+        num_input, num_output = mixed_lengths(rng, count)
+        room = self.llm.engine.max_model_len
+        if int((num_input + num_output).max()) > room:
+            raise ValueError(
+                f"--max_model_len: the mixed case needs {int((num_input + num_output).max())} tokens, has {room}"
+            )
+        prompts = [{"prompt_token_ids": rng.integers(100, self.vocab_size - 100, int(n)).tolist()} for n in num_input]
+        seconds = self._run_s(prompts, num_output.tolist())
+        self._emit(
+            figure="mixed",
+            requests=count,
+            input_tokens=int(num_input.sum()),
+            output_tokens=int(num_output.sum()),
+            s=round(seconds, 2),
+            output_tokens_per_s=round(num_output.sum() / seconds, 1),
+            total_tokens_per_s=round((num_input.sum() + num_output.sum()) / seconds, 1),
+            preemptions=self.llm.stats()["num_preemptions"],
+        )
+
+
+def run(llm: Any, args: argparse.Namespace, name: str) -> None:
+    """The figure that `args` names, on an engine that is ready. Raises ValueError on flags that do not go together."""
+    bench = Bench(llm, name, args.repeats)
+    cases = None
+    if args.batch or args.context:
+        if len(args.batch or ()) != len(args.context or ()):
+            raise ValueError(
+                f"--context: give one for each --batch ({len(args.batch or ())}), got {len(args.context or ())}"
+            )
+        cases = tuple(zip(args.batch, args.context, strict=True))
+    print(f"device: {llm.engine.runner.mesh.devices.flat[0].device_kind}", file=sys.stderr)
+    if args.figure == "decode":
+        bench.decode(cases or DECODE_CASES, args.steps)
+    elif args.figure == "prefill":
+        bench.prefill(cases or PREFILL_CASES)
+    else:
+        bench.mixed(args.num_requests)

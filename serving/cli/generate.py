@@ -1,0 +1,154 @@
+"""`headrace generate`: prompts in, completions out, through the engine in this process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from configs.run import Configs
+from serving.cli.flags import given_fields
+from serving.cli.parser import UsageError
+from serving.cli.prompts import PromptLine, read_prompts, single_prompt
+from serving.request import CompletionOutput, FinishReason, RequestError, RequestOutput, SamplingParams, TokenLogprob
+
+
+def run_generate(args: argparse.Namespace, configs: Configs, get_llm_class: Callable[[], Any]) -> int:
+    """Complete every prompt and write the answers in input order. Returns the exit status: 1 if a request failed.
+
+    `get_llm_class` returns `serving.llm.LLM` or what stands in for it; it is called once all that needs no model has
+    been checked. Raises UsageError, ConfigError, RequestError or OSError before anything runs.
+    """
+    sampling = given_fields(args, SamplingParams)
+    if args.prompts_file is not None:
+        lines = read_prompts(args.prompts_file, sampling)
+    elif args.prompt is not None:
+        lines = [single_prompt(args.prompt, sampling)]
+    else:
+        raise UsageError("one of --prompt and --prompts_file is required")
+    source = configs.run.model_source
+    if args.output is not None:
+        check_writable(args.output)
+    llm = get_llm_class()(source, engine_config=configs.engine, mesh_config=configs.mesh)
+    start_s = time.perf_counter()
+    outputs = complete(llm, lines, use_tqdm=sys.stderr.isatty())
+    elapsed_s = time.perf_counter() - start_s
+    if args.output is not None:
+        write_jsonl(args.output, outputs)
+    else:
+        print_answers(lines, outputs, sys.stdout)
+    print_summary(outputs, elapsed_s, llm.stats() if args.print_stats else {}, sys.stderr)
+    failed = [line.where for line, output in zip(lines, outputs, strict=True) if request_error(output) is not None]
+    if failed:
+        print(
+            f"headrace: error: {len(failed)} of {len(lines)} prompts failed: {', '.join(failed[:8])}", file=sys.stderr
+        )
+    return 1 if failed else 0
+
+
+def complete(llm: Any, lines: Sequence[PromptLine], *, use_tqdm: bool) -> list[RequestOutput]:
+    """The outputs of `lines` in order. What the model itself refuses raises RequestError naming the line."""
+    params = []
+    for line in lines:
+        try:
+            params.append(llm.default_sampling_params(**line.sampling))
+        except RequestError as error:
+            raise RequestError(line.where, str(error)) from None
+    try:
+        return list(llm.generate([line.engine_prompt for line in lines], params, use_tqdm=use_tqdm))
+    except RequestError as error:
+        index = re.match(r"prompts\[(\d+)\]", error.field)
+        if index is None:
+            raise
+        raise RequestError(lines[int(index[1])].where, str(error)) from None
+
+
+def request_error(output: RequestOutput) -> str | None:
+    """What went wrong with a request while it ran, or None."""
+    for completion in output.outputs:
+        if completion.error is not None or completion.finish_reason is FinishReason.ERROR:
+            return completion.error or "unknown error"
+    return None
+
+
+def output_record(output: RequestOutput) -> dict[str, Any]:
+    """An output line: the completion's fields, or `outputs` with those of each where n > 1 were asked for."""
+    record: dict[str, Any] = {"prompt_token_ids": list(output.prompt_token_ids)}
+    completions = [_completion_record(completion) for completion in output.outputs]
+    record |= completions[0] if len(completions) == 1 else {"outputs": completions}
+    if output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [_logprob_record(entry) for entry in output.prompt_logprobs]
+    error = request_error(output)
+    if error is not None:
+        record["error"] = error
+    return record
+
+
+def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
+    return {
+        "token_ids": list(completion.token_ids),
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "logprobs": None if completion.logprobs is None else [_logprob_record(entry) for entry in completion.logprobs],
+    }
+
+
+def _logprob_record(entry: TokenLogprob | None) -> dict[str, Any] | None:
+    if entry is None:  # the first token of a prompt
+        return None
+    return {"token_id": entry.token_id, "logprob": entry.logprob, "top": [list(pair) for pair in entry.top]}
+
+
+def _part_file(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError or RequestError now rather than after the work if `path` cannot be written."""
+    if path.is_dir():
+        raise RequestError("output", f"{str(path)!r} is a folder")
+    part = _part_file(path)
+    part.open("w").close()
+    part.unlink()
+
+
+def write_jsonl(path: Path, outputs: Sequence[RequestOutput]) -> None:
+    """One JSON line an output. The file appears whole or not at all."""
+    part = _part_file(path)
+    with part.open("w", encoding="utf-8") as file:
+        for output in outputs:
+            file.write(json.dumps(output_record(output), ensure_ascii=False, allow_nan=False) + "\n")
+    os.replace(part, path)
+
+
+def print_answers(lines: Sequence[PromptLine], outputs: Sequence[RequestOutput], file: TextIO) -> None:
+    """Each prompt in a line, its answers below it, for people."""
+    for line, output in zip(lines, outputs, strict=True):
+        print(f"> {line.shown}", file=file)
+        for completion in output.outputs:
+            print(completion.text.strip(), end="\n\n", file=file)
+
+
+def print_summary(outputs: Sequence[RequestOutput], elapsed_s: float, counters: dict[str, Any], file: TextIO) -> None:
+    """Totals, throughput with the latency beside it, and the engine's counters if any are given."""
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    summary = f"{len(outputs)} prompts, {num_prompt} prompt tokens, {num_output} output tokens in {elapsed_s:.2f} s"
+    rate = num_output / elapsed_s if elapsed_s > 0 else 0.0
+    first_token_s = sorted(
+        output.metrics["first_token_time_s"] - output.metrics["arrival_time_s"]
+        for output in outputs
+        if output.metrics.get("first_token_time_s") is not None
+    )
+    summary += f": {rate:.1f} output tokens/s"
+    if first_token_s:
+        summary += f", first token after {first_token_s[len(first_token_s) // 2]:.2f} s (median)"
+    print(summary, file=file)
+    for name, value in counters.items():
+        print(f"  {name:<32}{value}", file=file)

@@ -1,0 +1,125 @@
+"""The command line of `headrace`: commands, flags, and how flags become configs. Imports no JAX.
+
+Flags of an engine command come from the dataclasses they fill; gin's flags stand beside them. absl supplies its own
+process flags (`--verbosity`, `--flagfile`; all are listed by --helpfull).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+from absl.flags import argparse_flags
+
+from configs.engine import EngineConfig, MeshConfig
+from configs.load import load_configs
+from configs.run import Configs, RunConfig
+from serving import bench
+from serving.cli.flags import add_dataclass_flags, given_fields
+from serving.request import SamplingParams
+
+# Flags whose field name alone would mislead, or is taken by another dataclass.
+FLAG_NAMES = {
+    MeshConfig: {"data": "data_parallel_size", "tensor": "tensor_parallel_size", "expert": "expert_parallel_size"},
+    EngineConfig: {"seed": "engine_seed"},
+}
+
+
+class UsageError(ValueError):
+    """The command line itself is wrong."""
+
+
+class _Parser(argparse_flags.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; the namespace's `command` says which one was given."""
+    # absl flags that some imported library defined give way to ours
+    parser = _Parser(prog="headrace", description=_DESCRIPTION, allow_abbrev=False, conflict_handler="resolve")
+    parser.add_argument("--version", action="version", version=f"headrace {metadata.version('headrace')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, summary: str, **options: Any) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=summary, description=summary, allow_abbrev=False, conflict_handler="resolve", **options
+        )
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        return sub
+
+    generate = command("generate", "complete prompts", epilog=_GENERATE_EPILOG)
+    prompt = generate.add_mutually_exclusive_group(required=False)
+    prompt.add_argument("--prompt", metavar="TEXT", help="one prompt, continued as it stands")
+    prompt.add_argument("--prompts_file", type=Path, metavar="F.jsonl", help="a prompt a line; see below")
+    generate.add_argument(
+        "--output", type=Path, metavar="OUT.jsonl", help="an output a line; without it, to the screen"
+    )
+    generate.add_argument("--print_stats", action="store_true", help="print the engine's counters at the end")
+    add_engine_flags(generate)
+    add_dataclass_flags(
+        generate, SamplingParams, description="what is not given comes from the model's generation_config.json"
+    )
+
+    bench_command = command("bench", "measure decode, prefill or mixed work; one JSON object a figure")
+    bench.add_arguments(bench_command)
+    add_engine_flags(bench_command)
+
+    convert = command("convert", "write a checkpoint in this engine's own form")
+    convert.add_argument("source", metavar="SRC", help="a model source, as for --model")
+    convert.add_argument("destination", type=Path, metavar="DST", help="a folder that does not exist yet")
+    return parser
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every command that builds an engine."""
+    group = parser.add_argument_group("configuration", "files, then bindings, then flags; the later wins")
+    group.add_argument("--gin_file", action="append", default=[], metavar="FILE", help="gin file; may be repeated")
+    group.add_argument(
+        "--gin_bindings",
+        "--gin_param",
+        action="append",
+        default=[],
+        metavar="CONFIG.FIELD=VALUE",
+        help="one gin binding; may be repeated; also written --gin.CONFIG.FIELD=VALUE",
+    )
+    group.add_argument(
+        "--gin_search_paths",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="where to look for gin files; may be repeated",
+    )
+    group.add_argument("--print_config", action="store_true", help="print every config value and stop")
+    group.add_argument("--dry_run", action="store_true", help="print the memory plan, load no weights, and stop")
+    for cls in (RunConfig, EngineConfig, MeshConfig):
+        add_dataclass_flags(parser, cls, names=FLAG_NAMES.get(cls))
+
+
+def configs_from(args: argparse.Namespace) -> Configs:
+    """The configs of an engine command. Raises ConfigError."""
+    classes = (RunConfig, EngineConfig, MeshConfig)
+    overrides = {cls.__name__: given_fields(args, cls) for cls in classes}
+    return load_configs(args.gin_file, args.gin_bindings, args.gin_search_paths, overrides)
+
+
+def rewrite_gin_sugar(argv: Sequence[str]) -> list[str]:
+    """`--gin.NAME=VALUE` as `--gin_bindings=NAME=VALUE`. Raises UsageError where the value is missing."""
+    rewritten = []
+    for argument in argv:
+        if argument.startswith("--gin."):
+            if "=" not in argument:
+                raise UsageError(f"{argument} needs a value: --gin.CONFIG.FIELD=VALUE")
+            argument = "--gin_bindings=" + argument.removeprefix("--gin.")
+        rewritten.append(argument)
+    return rewritten
+
+
+_DESCRIPTION = "Serve open-weight language models on JAX."
+_GENERATE_EPILOG = """Each line of --prompts_file is a JSON object with one of "prompt" (text), "prompt_token_ids" and
+"messages" (a chat), and any SamplingParams field by name, which wins over the flag. Each line of --output has
+prompt_token_ids, token_ids, text, finish_reason and logprobs, in the order of the prompts. A bad line is refused
+before anything runs."""

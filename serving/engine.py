@@ -1,0 +1,483 @@
+"""Engine.step(): schedule, dispatch, and read the step before. Knows requests and text, not networks or threads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints.source import ModelSource, open_source
+from configs.checks import ConfigError
+from configs.engine import EngineConfig, MeshConfig
+from configs.model import ModelConfig
+from layers.params import param_specs
+from serving.execution.memory import device_memory_bytes
+from serving.execution.model_runner import CompileGuard, ModelRunner, PendingStep, StepResult
+from serving.execution.slot_table import MAX_EOS_IDS
+from serving.request import (
+    CompletionOutput,
+    FinishReason,
+    Request,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
+from serving.scheduling.config import RopeRegime, SchedulerConfig
+from serving.scheduling.scheduler import Scheduler, StepEvent
+from serving.text.detokenizer import IncrementalDetokenizer
+from serving.text.tokenizer import Tokenizer, load_tokenizer
+from serving.validation import check_params, check_prompt_ids, max_total_tokens
+from sharding.mesh import make_mesh
+from sharding.placement import check_split, named_sharding
+
+Prompt = str | Sequence[int]
+Progress = Callable[[str, int, int, str], None]  # stage, done, in all, unit or item
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputDelta:
+    """What one step added to one completion of a request."""
+
+    request_id: str
+    index: int
+    new_token_ids: tuple[int, ...]
+    new_text: str
+    new_logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: FinishReason | None
+    request_finished: bool  # this was the last of the request's completions
+
+
+@dataclass
+class _Completion:
+    request: Request
+    output: CompletionOutput
+    detokenizer: IncrementalDetokenizer | None
+
+
+@dataclass
+class _Group:
+    """A client's request and its `n` completions."""
+
+    request_id: str
+    prompt: str | None
+    completions: list[_Completion]
+    prompt_logprobs: list[TokenLogprob | None] | None
+    arrival_time_s: float
+    first_token_time_s: float | None = None
+    num_unfinished: int = 0
+
+
+@dataclass
+class EngineCounters:
+    """Totals since start; tokens and requests."""
+
+    num_requests: int = 0
+    num_finished: dict[str, int] = field(default_factory=lambda: {str(reason): 0 for reason in FinishReason})
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_decode_dispatches: int = 0
+    num_prefill_dispatches: int = 0
+    num_mixed_dispatches: int = 0
+
+
+class Engine:
+    """One model on one mesh. One thread calls `add`, `abort` and `step`.
+
+    Raises ConfigError, CheckpointError at construction and RequestError from `add`.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        mesh: jax.sharding.Mesh,
+        params: dict[str, jax.Array],
+        tokenizer: Tokenizer | None,
+        *,
+        device_bytes: int,
+        generation_config: dict | None = None,
+        progress: Progress | None = None,
+        static_batching: bool = False,
+    ):
+        self.model_config, self.config, self.tokenizer = model_config, config, tokenizer
+        self.generation_config = generation_config or {}
+        self.max_model_len = _max_model_len(model_config, config)
+        self.eos_token_ids = tuple(
+            dict.fromkeys((*model_config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())))
+        )
+        if len(self.eos_token_ids) > MAX_EOS_IDS:
+            raise ConfigError(f"eos_token_ids has {len(self.eos_token_ids)} entries; at most {MAX_EOS_IDS} are handled")
+        self.runner = ModelRunner(
+            model_config, config, mesh, params, max_model_len=self.max_model_len, device_bytes=device_bytes
+        )
+        rope = model_config.rope
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                page_size=config.page_size,
+                num_pages=self.runner.num_pages,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self.max_model_len,
+                prefill_token_buckets=config.prefill_token_buckets,
+                query_block=config.query_block,
+                max_decode_steps=config.max_decode_steps,
+                enable_prefix_caching=config.enable_prefix_caching,
+                rope=RopeRegime(
+                    longrope_limit=rope.original_max_position_embeddings if rope.rope_type == "longrope" else None,
+                    dynamic_limit=rope.max_position_embeddings if rope.rope_type == "dynamic" else None,
+                ),
+                static_batching=static_batching,
+            )
+        )
+        self.runner.warm_up(
+            None
+            if progress is None
+            else lambda name, done, total, s: progress("compile", done, total, f"{name} {s:.1f} s")
+        )
+        self._compiles_before_serving = CompileGuard.count()
+        self.counters = EngineCounters()
+        self._groups: dict[str, _Group] = {}
+        self._pending: PendingStep | None = None
+        self._ids = itertools.count()
+        self._seeds = np.random.default_rng(config.seed)
+
+    # Requests
+
+    def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
+        """Queue a request; returns its id. Raises RequestError, and then nothing has changed."""
+        check_params(
+            params,
+            self.model_config,
+            max_logprobs=self.config.max_logprobs,
+            has_tokenizer=self.tokenizer is not None,
+        )
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = check_prompt_ids(self.encode(prompt) if text is not None else prompt, self.model_config.vocab_size)
+        limit = max_total_tokens(len(token_ids), params, self.max_model_len)
+        if request_id is None:
+            request_id = f"request-{next(self._ids)}"
+        elif request_id in self._groups:
+            raise RequestError("request_id", f"{request_id[:80]!r} is in use by a request that has not finished")
+        seed = params.seed % 2**64 if params.seed is not None else int(self._seeds.integers(2**64, dtype=np.uint64))
+        stop_ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.eos_token_ids)
+        now_s = time.monotonic()
+        completions = [
+            _Completion(
+                Request(
+                    request_id=request_id,
+                    prompt_token_ids=token_ids,
+                    params=params,
+                    max_total_tokens=limit,
+                    stop_token_ids=tuple(dict.fromkeys(stop_ids)),
+                    child_index=index,
+                    seed=seed,
+                    arrival_time_s=now_s,
+                ),
+                CompletionOutput(
+                    index=index,
+                    text="",
+                    token_ids=[],
+                    logprobs=None if params.logprobs is None else [],
+                    cumulative_logprob=None if params.logprobs is None else 0.0,
+                ),
+                self._detokenizer(params),
+            )
+            for index in range(params.n)
+        ]
+        prompt_logprobs: list[TokenLogprob | None] | None = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = [None] * len(token_ids)
+        group = _Group(request_id, text, completions, prompt_logprobs, now_s, num_unfinished=params.n)
+        for completion in completions:  # the first add checks what all share: it raises before anything is queued
+            self.scheduler.add(completion.request)
+        self._groups[request_id] = group
+        self.counters.num_requests += 1
+        self.counters.num_prompt_tokens += len(token_ids)
+        return request_id
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a raw text prompt, with the model's BOS where it has one. Raises RequestError."""
+        if self.tokenizer is None:
+            raise RequestError("prompt", "is text, and this model has no tokenizer: give prompt_token_ids")
+        token_ids = self.tokenizer.encode(text, add_special_tokens=True)
+        if not token_ids:
+            raise RequestError("prompt", f"{text[:80]!r} is empty once encoded, and this tokenizer adds no BOS")
+        return token_ids
+
+    def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return IncrementalDetokenizer(
+            self.tokenizer,
+            stop=params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+    def abort(self, request_id: str) -> list[OutputDelta]:
+        """End a request at once, whatever its stage. Unknown or finished ids are ignored."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return []
+        aborted = self.scheduler.abort(request_id)
+        return [self._finish_delta(group, group.completions[request.child_index], (), "", None) for request in aborted]
+
+    def output(self, request_id: str) -> RequestOutput:
+        """A request as it stands. KeyError for an unknown or already collected id."""
+        group = self._groups[request_id]
+        first = group.completions[0].request
+        return RequestOutput(
+            request_id=group.request_id,
+            prompt=group.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            prompt_logprobs=group.prompt_logprobs,
+            outputs=[completion.output for completion in group.completions],
+            finished=group.num_unfinished == 0,
+            num_cached_tokens=first.num_cached_tokens,
+            metrics={
+                "arrival_time_s": group.arrival_time_s,
+                "first_token_time_s": group.first_token_time_s,
+                "num_preemptions": sum(c.request.num_preemptions for c in group.completions),
+            },
+        )
+
+    def collect(self, request_id: str) -> RequestOutput:
+        """A finished request's output; the engine forgets the request."""
+        output = self.output(request_id)
+        assert output.finished, request_id
+        del self._groups[request_id]
+        return output
+
+    # Steps
+
+    def has_work(self) -> bool:
+        return self._pending is not None or self.scheduler.has_work()
+
+    def step(self) -> list[OutputDelta]:
+        """Dispatch the next step, then read the one before; returns what that one produced."""
+        deltas: list[OutputDelta] = []
+        schedule = self.scheduler.schedule()
+        if schedule is None and self._pending is not None:
+            # Nothing can be decided before the tokens in flight are known (or nothing is left to do).
+            deltas += self._read_pending()
+            schedule = self.scheduler.schedule()
+        pending = None
+        if schedule is not None:
+            pending = self.runner.dispatch(schedule)
+            if not schedule.prefill:
+                self.counters.num_decode_dispatches += 1
+            elif schedule.decode:
+                self.counters.num_mixed_dispatches += 1
+            else:
+                self.counters.num_prefill_dispatches += 1
+        deltas += self._read_pending()
+        self._pending = pending
+        return deltas
+
+    def _read_pending(self) -> list[OutputDelta]:
+        if self._pending is None:
+            return []
+        result = self._pending.read()
+        self._pending = None
+        self._record_prompt_logprobs(result)
+        events = self.scheduler.update(result.schedule, result.tokens)
+        return [self._advance(event, result) for event in events]
+
+    def _record_prompt_logprobs(self, result: StepResult) -> None:
+        for scores in result.scores:
+            group = self._groups.get(scores.request.request_id)
+            if group is None or group.prompt_logprobs is None:
+                continue
+            num_top = scores.request.params.prompt_logprobs or 0
+            chosen, top_ids, top_logprobs = (np.asarray(array) for array in scores.arrays)
+            for i in range(scores.num_tokens):
+                position = scores.position + i
+                group.prompt_logprobs[position] = _token_logprob(
+                    scores.request.prompt_token_ids[position], chosen[i], top_ids[i], top_logprobs[i], num_top
+                )
+
+    def _advance(self, event: StepEvent, result: StepResult) -> OutputDelta:
+        request = event.request
+        group = self._groups[request.request_id]
+        completion = group.completions[request.child_index]
+        output, params = completion.output, request.params
+        text, new_ids, new_logprobs = "", [], []
+        for k, token_id in enumerate(event.new_token_ids):
+            new_ids.append(token_id)
+            if params.logprobs is not None:
+                assert result.logprobs is not None
+                chosen, top_ids, top_logprobs = (array[k, event.slot] for array in result.logprobs)
+                new_logprobs.append(_token_logprob(token_id, chosen, top_ids, top_logprobs, params.logprobs))
+            if completion.detokenizer is not None:
+                text += completion.detokenizer.add(token_id)
+                if completion.detokenizer.stopped is not None:
+                    self._stop_at_string(request, completion, len(output.token_ids) + len(new_ids))
+                    break
+        output.token_ids += new_ids
+        if group.first_token_time_s is None and new_ids:
+            group.first_token_time_s = time.monotonic()
+        if output.logprobs is not None:
+            output.logprobs += new_logprobs
+            output.cumulative_logprob = sum(entry.logprob for entry in output.logprobs)
+        self.counters.num_output_tokens += len(new_ids)
+        logprobs = tuple(new_logprobs) if params.logprobs is not None else None
+        if request.is_finished:
+            return self._finish_delta(group, completion, tuple(new_ids), text, logprobs)
+        output.text += text
+        return OutputDelta(
+            request_id=group.request_id,
+            index=output.index,
+            new_token_ids=tuple(new_ids),
+            new_text=text,
+            new_logprobs=logprobs,
+            finish_reason=None,
+            request_finished=False,
+        )
+
+    def _stop_at_string(self, request: Request, completion: _Completion, num_output_tokens: int) -> None:
+        """A stop string was completed by output number `num_output_tokens`; later tokens of the step are dropped."""
+        assert completion.detokenizer is not None
+        stopped = completion.detokenizer.stopped
+        if not self.scheduler.finish(request, FinishReason.STOP, stopped):
+            # The same step went on to another end; the string came first.
+            request.finish_reason, request.stop_reason = FinishReason.STOP, stopped
+        del request.output_token_ids[num_output_tokens:]
+
+    def _finish_delta(
+        self,
+        group: _Group,
+        completion: _Completion,
+        new_ids: tuple[int, ...],
+        text: str,
+        logprobs: tuple[TokenLogprob, ...] | None,
+    ) -> OutputDelta:
+        request, output = completion.request, completion.output
+        if completion.detokenizer is not None:
+            text += completion.detokenizer.finish()
+        output.text += text
+        output.finish_reason, output.stop_reason, output.error = (
+            request.finish_reason,
+            request.stop_reason,
+            request.error,
+        )
+        group.num_unfinished -= 1
+        self.counters.num_finished[str(request.finish_reason)] += 1
+        self.counters.num_cached_tokens += request.num_cached_tokens
+        return OutputDelta(
+            request_id=group.request_id,
+            index=output.index,
+            new_token_ids=new_ids,
+            new_text=text,
+            new_logprobs=logprobs,
+            finish_reason=request.finish_reason,
+            request_finished=group.num_unfinished == 0,
+        )
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters since start and gauges of now; units are in the names."""
+        scheduler, counters = self.scheduler, self.counters
+        held = scheduler.page_allocator.num_held_pages
+        return {
+            "num_running": scheduler.num_running,
+            "num_waiting": scheduler.num_waiting,
+            "num_free_slots": self.config.max_num_seqs - scheduler.num_running,
+            "num_free_pages": scheduler.page_allocator.num_free_pages,
+            "num_pages": self.runner.num_pages,
+            "kv_used_fraction": round(held / (self.runner.num_pages - 1), 4),
+            "num_requests": counters.num_requests,
+            **{f"num_finished_{reason}": count for reason, count in counters.num_finished.items()},
+            "num_prompt_tokens": counters.num_prompt_tokens,
+            "num_cached_tokens": counters.num_cached_tokens,
+            "num_output_tokens": counters.num_output_tokens,
+            "num_prefill_tokens": scheduler.stats.num_prefill_tokens,
+            "num_prefill_padding_tokens": scheduler.stats.num_prefill_padding_tokens,
+            "num_decode_slot_steps": scheduler.stats.num_decode_slot_steps,
+            "num_preemptions": scheduler.stats.num_preemptions,
+            "num_page_evictions": scheduler.page_allocator.num_evictions,
+            "num_decode_dispatches": counters.num_decode_dispatches,
+            "num_prefill_dispatches": counters.num_prefill_dispatches,
+            "num_mixed_dispatches": counters.num_mixed_dispatches,
+            "num_compiles_while_serving": self.num_compiles_while_serving,
+        }
+
+    @property
+    def num_compiles_while_serving(self) -> int:
+        """Backend compilations since warm-up; anything but 0 is a fault."""
+        return CompileGuard.count() - self._compiles_before_serving
+
+
+def _token_logprob(token_id: int, chosen, top_ids, top_logprobs, num_top: int) -> TokenLogprob:
+    top = tuple((int(i), float(lp)) for i, lp in zip(top_ids[:num_top], top_logprobs[:num_top], strict=True))
+    return TokenLogprob(token_id=int(token_id), logprob=float(chosen), top=top)
+
+
+def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
+    """Context of the engine in tokens; longer than the model's own is refused."""
+    rope = model.rope
+    limit = model.max_position_embeddings
+    if rope.rope_type == "dynamic":
+        limit = int(limit * rope.factor)
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ConfigError(f"EngineConfig.max_model_len={config.max_model_len} is above the model's {limit} positions")
+    return config.max_model_len
+
+
+def build_engine(
+    source: str | ModelSource,
+    config: EngineConfig,
+    mesh_config: MeshConfig,
+    *,
+    progress: Progress | None = None,
+    static_batching: bool = False,
+) -> Engine:
+    """Open a model, lay it out on the mesh, compile everything, and return an engine that is ready to serve."""
+    enable_compilation_cache(config)
+    if isinstance(source, str):
+        source = open_source(source)
+    model_config = source.model_config
+    check_split(model_config, mesh_config.tensor)
+    mesh = make_mesh(mesh_config)
+    device_bytes = device_memory_bytes(mesh.devices.flat[0], mesh.size)
+    tokenizer = load_tokenizer(source.tokenizer_files())
+    specs = param_specs(model_config, jnp.dtype(config.dtype), mesh_config.tensor)
+    params = source.load_params(
+        specs,
+        {path: named_sharding(mesh, spec) for path, spec in specs.items()},
+        mesh_config.tensor,
+        None if progress is None else lambda done, total: progress("load", done, total, "bytes"),
+    )
+    return Engine(
+        model_config,
+        config,
+        mesh,
+        params,
+        tokenizer,
+        device_bytes=device_bytes,
+        generation_config=source.generation_config,
+        progress=progress,
+        static_batching=static_batching,
+    )
+
+
+def enable_compilation_cache(config: EngineConfig) -> None:
+    """Keep compiled programs on disk, so that a second start does not compile. Readable by the owner only."""
+    folder = config.compilation_cache_dir
+    if folder == "":
+        return
+    if folder is None:
+        folder = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "compiled")
+    Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,114 @@
+"""Where a device's memory goes: weights, slot table, workspace, KV pool, slack. Bytes are of one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import psutil
+
+from configs.checks import ConfigError
+from configs.engine import EngineConfig
+from configs.model import ModelConfig
+
+CPU_KV_CACHE_BYTES = 1 << 30  # host memory is shared with everything else: take a fixed share unless told
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLedger:
+    """Bytes of one device; weights + slot_table + workspace + kv_pool + slack = device."""
+
+    device: int
+    weights: int
+    slot_table: int
+    workspace: int  # the largest program's temporaries and outputs
+    kv_pool: int
+    num_pages: int
+    page_size: int
+    max_model_len: int
+
+    @property
+    def slack(self) -> int:
+        return self.device - self.weights - self.slot_table - self.workspace - self.kv_pool
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens the pool holds; the null page holds none."""
+        return (self.num_pages - 1) * self.page_size
+
+    @property
+    def capacity_sequences(self) -> int:
+        """Sequences of max_model_len that fit at once."""
+        return self.capacity_tokens // self.max_model_len
+
+    def __str__(self) -> str:
+        rows = [
+            ("weights", self.weights),
+            ("slot table", self.slot_table),
+            ("workspace", self.workspace),
+            (f"KV pool, {self.num_pages} pages of {self.page_size} tokens", self.kv_pool),
+            ("slack", self.slack),
+            ("device memory", self.device),
+        ]
+        lines = [f"  {name:<44}{size / 2**20:>12,.1f} MiB" for name, size in rows]
+        lines.append(
+            f"  fits {self.capacity_tokens:,} tokens: {self.capacity_sequences:,} sequences of {self.max_model_len:,}"
+        )
+        return "\n".join(lines)
+
+
+def device_memory_bytes(device: jax.Device, num_devices: int) -> int:
+    """Memory of one device that this process can have; host devices share what the machine has free."""
+    if device.platform == "cpu":
+        return psutil.virtual_memory().available // num_devices
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise ConfigError(f"device {device} does not say how much memory it has: set EngineConfig.num_pages")
+    return stats["bytes_limit"]
+
+
+def page_bytes(model: ModelConfig, stored_kv_heads: int, page_size: int, kv_itemsize: int, tensor_shards: int) -> int:
+    """Bytes of one page of all layers on one device."""
+    return 2 * model.num_layers * (stored_kv_heads // tensor_shards) * page_size * model.head_dim * kv_itemsize
+
+
+def estimate_workspace_bytes(model: ModelConfig, config: EngineConfig, padded_vocab_size: int, shards: int) -> int:
+    """A guess of the largest program's temporaries, to size the pool before anything is compiled.
+
+    float32 throughout: for each token the residual stream, one MLP's hidden and one attention's q, k, v and out; for
+    each slot a dozen rows over the vocabulary (logits, sort keys, noise, probabilities).
+    """
+    num_tokens = config.prefill_token_buckets[-1] + config.max_num_seqs
+    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim // shards
+    per_token = 4 * (6 * model.hidden_size + 3 * model.intermediate_size // shards + 2 * heads)
+    return num_tokens * per_token + 12 * 4 * config.max_num_seqs * padded_vocab_size
+
+
+def choose_num_pages(
+    config: EngineConfig, *, page_nbytes: int, free_bytes: int, max_model_len: int, is_cpu: bool
+) -> int:
+    """Pages of the pool: as told, or what fits `free_bytes`, and no more than every slot at full length needs twice.
+
+    Raises ConfigError where not even one sequence of max_model_len fits.
+    """
+    pages_per_sequence = -(-max_model_len // config.page_size)
+    if config.num_pages is not None:
+        num_pages = config.num_pages
+    else:
+        pool_bytes = config.kv_cache_bytes
+        if pool_bytes is None:
+            pool_bytes = min(free_bytes, CPU_KV_CACHE_BYTES) if is_cpu else free_bytes
+        # Twice full occupancy leaves as much again for cached prefixes; more would only lie idle.
+        num_pages = min(pool_bytes // page_nbytes, 2 * config.max_num_seqs * pages_per_sequence + 1)
+    if num_pages * page_nbytes > free_bytes:
+        raise ConfigError(
+            f"EngineConfig.num_pages={num_pages} takes {num_pages * page_nbytes:,} bytes of KV; "
+            f"{max(free_bytes, 0):,} bytes are left beside weights and workspace"
+        )
+    if num_pages - 1 < pages_per_sequence:
+        raise ConfigError(
+            f"the KV pool of {num_pages} pages x {config.page_size} tokens cannot hold one sequence of "
+            f"max_model_len={max_model_len} tokens ({pages_per_sequence} pages and the null page): "
+            "lower max_model_len or give the pool more memory"
+        )
+    return num_pages

@@ -1,0 +1,357 @@
+"""Executes schedules: owns the device state (weights, page pool, slot table) and the compiled programs.
+
+Every program is compiled at start from shapes (`warm_up`); afterwards only compiled executables are called, so
+nothing compiles while serving.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from configs.checks import ConfigError
+from configs.engine import EngineConfig
+from configs.model import ModelConfig
+from layers import decoder
+from serving.execution import memory, programs, slot_table
+from serving.execution.programs import InputLayout
+from serving.request import Request
+from serving.scheduling.schedule import NULL_PAGE, Schedule
+from sharding.placement import padded_vocab_size, stored_kv_heads
+
+ZERO_PAGES_BATCH = 16
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """One compiled program: its name, the seconds it took to compile, and its temporaries in bytes a device."""
+
+    name: str
+    compile_s: float
+    temp_bytes: int
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """Log-probs of `num_tokens` prompt tokens of a request from position `position` on; arrays still on the device."""
+
+    request: Request
+    position: int
+    num_tokens: int
+    arrays: tuple[jax.Array, jax.Array, jax.Array]  # chosen [Q], top ids [Q, M], top log-probs [Q, M]
+
+
+@dataclass
+class PendingStep:
+    """A dispatched step whose results have not been read."""
+
+    schedule: Schedule
+    output: programs.StepOutput
+    with_logprobs: bool
+    scores: list[PromptScores] = field(default_factory=list)
+
+    def is_ready(self) -> bool:
+        return self.output.tokens.is_ready()
+
+    def read(self) -> StepResult:
+        """Wait for the step and copy what was asked for to the host."""
+        logprobs = None
+        if self.with_logprobs:
+            o = self.output
+            logprobs = (np.asarray(o.logprobs), np.asarray(o.top_ids), np.asarray(o.top_logprobs))
+        return StepResult(self.schedule, np.asarray(self.output.tokens), logprobs, self.scores)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """tokens [K, S] int32 (-1 none, -2 not usable); logprobs: chosen [K, S], top ids and log-probs [K, S, M]."""
+
+    schedule: Schedule
+    tokens: np.ndarray
+    logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None
+    scores: list[PromptScores]
+
+
+class CompileGuard:
+    """Counts backend compilations made by threads inside `serving()`; after warm-up there must be none."""
+
+    _local = threading.local()
+    _count = 0
+    _registered = False
+
+    @classmethod
+    def register(cls) -> None:
+        if not cls._registered:
+            jax.monitoring.register_event_duration_secs_listener(cls._on_event)
+            cls._registered = True
+
+    @classmethod
+    def _on_event(cls, name: str, _duration_s: float, **_: Any) -> None:
+        if name == "/jax/core/compile/backend_compile_duration" and getattr(cls._local, "serving", False):
+            cls._count += 1
+
+    @classmethod
+    def count(cls) -> int:
+        return cls._count
+
+    def __enter__(self) -> None:
+        self._local.serving = True
+
+    def __exit__(self, *_: object) -> None:
+        self._local.serving = False
+
+
+class ModelRunner:
+    """Device state and programs of one engine. Not thread-safe: one thread dispatches.
+
+    Raises ConfigError where the model, the mesh and the memory do not go together.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        mesh: jax.sharding.Mesh,
+        params: dict[str, jax.Array],
+        *,
+        max_model_len: int,
+        device_bytes: int,
+    ):
+        self.model, self.config, self.mesh, self.params = model, config, mesh, params
+        self.max_model_len = max_model_len
+        shards = mesh.shape["tensor"]
+        self.max_pages = -(-max_model_len // config.page_size)
+        self._padded_vocab = padded_vocab_size(model, shards)
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._bind = decoder.bind(model, jnp.dtype(config.dtype), shards)
+        kv_dtype = jnp.dtype(config.kv_dtype or config.dtype)
+        page_nbytes = memory.page_bytes(
+            model, stored_kv_heads(model, shards), config.page_size, kv_dtype.itemsize, shards
+        )
+        make_table = functools.partial(
+            slot_table.make_slot_table, config.max_num_seqs, self.max_pages, self._padded_vocab
+        )
+        self._table_bytes = sum(
+            int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(make_table))
+        )
+        self._weight_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
+        self._device_bytes = device_bytes
+        workspace = memory.estimate_workspace_bytes(model, config, self._padded_vocab, shards)
+        self.num_pages = memory.choose_num_pages(
+            config,
+            page_nbytes=page_nbytes,
+            free_bytes=int(device_bytes * config.memory_fraction) - self._weight_bytes - self._table_bytes - workspace,
+            max_model_len=max_model_len,
+            is_cpu=mesh.devices.flat[0].platform == "cpu",
+        )
+        self._kv_bytes = self.num_pages * page_nbytes
+        with jax.set_mesh(mesh):
+            self._kv_cache = decoder.make_kv_cache(
+                model,
+                num_pages=self.num_pages,
+                page_size=config.page_size,
+                dtype=kv_dtype,
+                tensor_shards=shards,
+                mesh=mesh,
+            )
+            self._table = jax.jit(make_table, out_shardings=self._replicated)()
+        self._decode_layout = InputLayout(config.max_num_seqs, 0, config.query_block)
+        self._compiled: dict[str, Any] = {}
+        self.reports: list[ProgramReport] = []
+        CompileGuard.register()
+        self._guard = CompileGuard()
+
+    # Start-up
+
+    def _plan_programs(self) -> dict[str, Callable[[], Any]]:
+        """Name -> a function that lowers the program. The whole list: nothing else is ever compiled."""
+        config = self.config
+
+        def abstract(*shape: int, dtype=jnp.int32):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
+
+        def like(tree):
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+        params, cache, table = like(self.params), like(self._kv_cache), like(self._table)
+        num_top = config.max_logprobs
+
+        def step(fn, *static, layout: InputLayout):
+            jitted = jax.jit(functools.partial(fn, self._bind, layout, *static), donate_argnames=("kv_cache", "table"))
+            return functools.partial(jitted.lower, params, cache, table, abstract(layout.size))
+
+        num_slots, dtype = config.max_num_seqs, jnp.dtype(config.dtype)
+        plan: dict[str, Callable[[], Any]] = {}
+        plan[f"decode({num_slots}, 1)"] = step(programs.decode, layout=self._decode_layout)
+        if config.max_decode_steps > 1:
+            plan[f"decode({num_slots}, {config.max_decode_steps})"] = step(
+                programs.decode_many, config.max_decode_steps, num_top, layout=self._decode_layout
+            )
+        sample = jax.jit(functools.partial(programs.sample_step, self._bind, num_top), donate_argnames="table")
+        plan[f"sample({num_slots})"] = functools.partial(
+            sample.lower,
+            params,
+            table,
+            programs.SampleInputs(
+                abstract(num_slots, self.model.hidden_size, dtype=dtype),
+                abstract(num_slots),
+                abstract(num_slots, dtype=jnp.bool_),
+            ),
+        )
+        for num_tokens in config.prefill_token_buckets:
+            layout = InputLayout(num_slots, num_tokens, config.query_block)
+            plan[f"prefill({num_tokens})"] = step(programs.prefill, False, layout=layout)
+            plan[f"mixed({num_tokens}, {num_slots})"] = step(programs.prefill, True, layout=layout)
+            score = jax.jit(functools.partial(programs.score, self._bind, num_top))
+            plan[f"score({num_tokens})"] = functools.partial(
+                score.lower,
+                params,
+                abstract(num_tokens, self.model.hidden_size, dtype=dtype),
+                abstract(),
+                abstract(config.query_block),
+            )
+        reset_size = slot_table.pack_reset_size(self.max_pages)
+        plan["reset slot"] = functools.partial(
+            jax.jit(slot_table.reset_slot, donate_argnames="table").lower, table, abstract(reset_size)
+        )
+        vocab = self._padded_vocab
+        plan["set vocabulary rows"] = functools.partial(
+            jax.jit(slot_table.set_vocab_rows, donate_argnames="table").lower,
+            table,
+            abstract(),
+            abstract(vocab, dtype=jnp.float32),
+            abstract(vocab),
+            abstract(vocab, dtype=jnp.bool_),
+        )
+        plan["zero pages"] = functools.partial(
+            jax.jit(programs.zero_pages, donate_argnames="kv_cache").lower, cache, abstract(ZERO_PAGES_BATCH)
+        )
+        return plan
+
+    def warm_up(self, progress: Callable[[str, int, int, float], None] | None = None) -> None:
+        """Compile every program. `progress(name, number done, number in all, seconds)` is called after each.
+
+        Lowering holds the interpreter; compiling does not, so it runs in a second thread meanwhile.
+        """
+        plan = self._plan_programs()
+
+        def compile_one(lowered, started_s: float):
+            compiled = lowered.compile()
+            return compiled, time.monotonic() - started_s
+
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            futures = {}
+            for name, lower in plan.items():
+                started_s = time.monotonic()
+                with jax.set_mesh(self.mesh):
+                    futures[name] = pool.submit(compile_one, lower(), started_s)
+            for number, (name, future) in enumerate(futures.items(), 1):
+                self._compiled[name], seconds = future.result()
+                analysis = self._compiled[name].memory_analysis()
+                self.reports.append(ProgramReport(name, seconds, analysis.temp_size_in_bytes))
+                if progress is not None:
+                    progress(name, number, len(plan), seconds)
+        if self.ledger.slack < 0:
+            raise ConfigError(
+                f"EngineConfig.memory_fraction={self.config.memory_fraction}: the device is too small:\n{self.ledger}"
+            )
+
+    @property
+    def ledger(self) -> memory.MemoryLedger:
+        """Where the device's memory goes; the workspace is that of the compiled programs."""
+        return memory.MemoryLedger(
+            device=self._device_bytes,
+            weights=self._weight_bytes,
+            slot_table=self._table_bytes,
+            workspace=max((report.temp_bytes for report in self.reports), default=0),
+            kv_pool=self._kv_bytes,
+            num_pages=self.num_pages,
+            page_size=self.config.page_size,
+            max_model_len=self.max_model_len,
+        )
+
+    def program_text(self, name: str) -> str:
+        """The optimised program of that name, as XLA prints it."""
+        return self._compiled[name].as_text()
+
+    @property
+    def program_names(self) -> tuple[str, ...]:
+        return tuple(self._compiled)
+
+    # One step
+
+    def dispatch(self, schedule: Schedule) -> PendingStep:
+        """Send a step to the device and return at once; results are read later, one step behind."""
+        with self._guard:
+            return self._dispatch(schedule)
+
+    def _dispatch(self, schedule: Schedule) -> PendingStep:
+        for first in range(0, len(schedule.zero_pages), ZERO_PAGES_BATCH):
+            batch = np.full(ZERO_PAGES_BATCH, NULL_PAGE, np.int32)
+            pages = schedule.zero_pages[first : first + ZERO_PAGES_BATCH]
+            batch[: len(pages)] = pages
+            self._kv_cache = self._compiled["zero pages"](self._kv_cache, batch)
+        for reset in schedule.resets:
+            packed = slot_table.pack_reset(reset, self.max_pages)
+            self._table = self._compiled["reset slot"](self._table, packed)
+            if slot_table.uses_vocab(reset.request.params):
+                rows = slot_table.vocab_rows(reset.request, self._padded_vocab)
+                self._table = self._compiled["set vocabulary rows"](self._table, np.int32(reset.slot), *rows)
+        scores: list[PromptScores] = []
+        num_slots = self.config.max_num_seqs
+        if schedule.prefill:
+            block = self.config.query_block
+            num_padded = sum(-(-len(chunk.token_ids) // block) * block for chunk in schedule.prefill)
+            num_tokens = next(b for b in self.config.prefill_token_buckets if b >= num_padded)
+            name = f"mixed({num_tokens}, {num_slots})" if schedule.decode else f"prefill({num_tokens})"
+            packed, starts = InputLayout(num_slots, num_tokens, block).pack(schedule)
+            self._kv_cache, self._table, sample_inputs, hidden = self._compiled[name](
+                self.params, self._kv_cache, self._table, packed
+            )
+            output = self._sample(sample_inputs)
+            for place, chunk in enumerate(schedule.prefill):
+                if chunk.request.params.prompt_logprobs is not None:
+                    scores += self._score(chunk.request, chunk.start, len(chunk.token_ids), hidden, starts[place])
+        else:
+            packed, _ = self._decode_layout.pack(schedule)
+            compiled = self._compiled[f"decode({num_slots}, {schedule.num_decode_steps})"]
+            self._kv_cache, self._table, out = compiled(self.params, self._kv_cache, self._table, packed)
+            output = self._sample(out) if schedule.num_decode_steps == 1 else out
+        requests = [request for _, request in schedule.decode]
+        requests += [chunk.request for chunk in schedule.prefill if chunk.samples]
+        pending = PendingStep(schedule, output, any(r.params.logprobs is not None for r in requests), scores)
+        output.tokens.copy_to_host_async()
+        return pending
+
+    def _sample(self, sample_inputs: programs.SampleInputs) -> programs.StepOutput:
+        compiled = self._compiled[f"sample({self.config.max_num_seqs})"]
+        self._table, output = compiled(self.params, self._table, sample_inputs)
+        return output
+
+    def _score(
+        self, request: Request, start: int, num_tokens: int, hidden: jax.Array, first_index: int
+    ) -> list[PromptScores]:
+        """Log-probs of the prompt tokens that follow positions [start, start + num_tokens)."""
+        prompt, block = request.prompt_token_ids, self.config.query_block
+        scores = []
+        for offset in range(0, num_tokens, block):
+            following = prompt[start + offset + 1 : start + min(offset + block, num_tokens) + 1]
+            if not following:
+                continue
+            targets = np.zeros(block, np.int32)
+            targets[: len(following)] = following
+            arrays = self._compiled[f"score({hidden.shape[0]})"](
+                self.params, hidden, np.int32(first_index + offset), targets
+            )
+            scores.append(PromptScores(request, start + offset + 1, len(following), arrays))
+        return scores

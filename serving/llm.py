@@ -1,0 +1,203 @@
+"""LLM: generate and chat over lists of prompts, in a notebook, a script or the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from configs.engine import EngineConfig, MeshConfig
+from serving.display import ProgressReporter, output_html, stats_html
+from serving.engine import Engine, Prompt, build_engine
+from serving.request import RequestError, RequestOutput, SamplingParams
+from serving.text.chat_template import ChatTemplate
+from serving.text.generation_config import default_sampling
+
+PromptInput = str | Mapping[str, Any] | Sequence[int]
+
+
+class RequestOutputs(list[RequestOutput]):
+    """Outputs in input order; a notebook shows them as a table."""
+
+    def _repr_html_(self) -> str:
+        return output_html(self)
+
+
+class EngineStats(dict[str, Any]):
+    """Counters and gauges by name, units in the names; a notebook shows them as a table."""
+
+    def _repr_html_(self) -> str:
+        return stats_html(self)
+
+
+class LLM:
+    """A model ready to generate.
+
+    `model` is a folder with config.json and safetensors, a .gguf file, an Orbax folder, `package:NAME` (a model in an
+    installed package) or `dummy:FOLDER` (random weights). Other keywords are fields of EngineConfig.
+    Raises ConfigError or CheckpointError where it cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tensor_parallel_size: int = 1,
+        engine_config: EngineConfig | None = None,
+        mesh_config: MeshConfig | None = None,
+        show_progress: bool = True,
+        static_batching: bool = False,
+        **overrides: Any,
+    ):
+        config = dataclasses.replace(engine_config or EngineConfig(), **overrides)
+        with ProgressReporter(show_progress) as progress:
+            started_s = time.monotonic()
+            self.engine: Engine = build_engine(
+                model,
+                config,
+                mesh_config or MeshConfig(tensor=tensor_parallel_size),
+                progress=progress,
+                static_batching=static_batching,
+            )
+            self.start_s = time.monotonic() - started_s
+            progress.note(f"ready after {self.start_s:.1f} s; memory of one device:\n{self.engine.runner.ledger}")
+        tokenizer = self.engine.tokenizer
+        self._chat_template = ChatTemplate.from_tokenizer(tokenizer) if tokenizer and tokenizer.chat_template else None
+
+    @property
+    def tokenizer(self):
+        """The model's tokenizer, or None for a model that takes token ids only."""
+        return self.engine.tokenizer
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """The model's own generation defaults under the given fields."""
+        return default_sampling(self.engine.generation_config, **overrides)
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> RequestOutputs:
+        """Complete every prompt; outputs are in input order.
+
+        A prompt is a text, a list of token ids, `{"prompt": text}`, `{"prompt_token_ids": [...]}` or
+        `{"messages": [...]}`. Sampling settings are one for all or one a prompt. Every prompt is checked before any
+        runs: RequestError names the first that is refused.
+        """
+        listed = _as_prompt_list(prompts)
+        params = self._params_list(sampling_params, len(listed))
+        return self._run([self._resolve(p, f"prompts[{i}]") for i, p in enumerate(listed)], params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **template_args: Any,
+    ) -> RequestOutputs:
+        """Answer one conversation (a list of messages) or several (a list of such lists)."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        params = self._params_list(sampling_params, len(conversations))
+        prompts = [self.render_chat(conversation, **template_args) for conversation in conversations]
+        return self._run(prompts, params, use_tqdm)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> list[int]:
+        """Token ids of a conversation through the model's chat template. Raises RequestError."""
+        if self._chat_template is None:
+            raise RequestError("messages", "need a chat template, and this model has none")
+        return self._chat_template.render_ids(messages, **template_args)
+
+    def _params_list(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None:
+            return [self.default_sampling_params()] * count
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise RequestError("sampling_params", f"has {len(given)} entries for {count} prompts")
+        return list(given)
+
+    def _resolve(self, prompt: PromptInput, name: str) -> Prompt:
+        if not isinstance(prompt, Mapping):
+            return prompt
+        known = {"prompt", "prompt_token_ids", "messages"}
+        keys = [key for key in prompt if key in known]
+        unknown = [key for key in prompt if key not in known]
+        if len(keys) != 1 or unknown:
+            raise RequestError(name, f"must have exactly one of {', '.join(sorted(known))}; has {list(prompt)}")
+        if keys[0] == "messages":
+            return self.render_chat(prompt["messages"])
+        value = prompt[keys[0]]
+        if keys[0] == "prompt" and not isinstance(value, str):
+            raise RequestError(f"{name}.prompt", f"must be a text, got {type(value).__name__}")
+        if keys[0] == "prompt_token_ids" and isinstance(value, str):
+            raise RequestError(f"{name}.prompt_token_ids", f"must be a list of integers, got {value[:80]!r}")
+        return value
+
+    def _run(
+        self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool | Callable[..., Any]
+    ) -> RequestOutputs:
+        engine = self.engine
+        request_ids: list[str] = []
+        bar = None
+        try:
+            for prompt, settings in zip(prompts, params, strict=True):
+                request_ids.append(engine.add(prompt, settings))
+            bar = _progress_bar(use_tqdm, len(prompts))
+            num_output_tokens, started_s = 0, time.monotonic()
+            finished = set()
+            while len(finished) < len(request_ids):
+                for delta in engine.step():
+                    num_output_tokens += len(delta.new_token_ids)
+                    if delta.request_finished:
+                        finished.add(delta.request_id)
+                        if bar is not None:
+                            bar.update(1)
+                            elapsed_s = max(time.monotonic() - started_s, 1e-9)
+                            bar.set_postfix_str(f"{num_output_tokens / elapsed_s:.1f} output tok/s")
+            return RequestOutputs(engine.collect(request_id) for request_id in request_ids)
+        except BaseException:
+            # Ctrl-C, or a prompt that was refused: nothing of this call stays behind.
+            for request_id in request_ids:
+                engine.abort(request_id)
+            while engine.has_work():
+                engine.step()
+            for request_id in request_ids:
+                engine.collect(request_id)
+            raise
+        finally:
+            if bar is not None:
+                bar.close()
+
+    def stats(self) -> EngineStats:
+        """Counters since start and gauges of now."""
+        engine = self.engine
+        return EngineStats(engine.stats(), start_s=round(self.start_s, 2))
+
+    def _repr_html_(self) -> str:
+        return stats_html(self.stats())
+
+
+def _as_prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError("prompts", f"must be a prompt or a list of prompts, got {type(prompts).__name__}")
+    if not prompts:
+        return []
+    if isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]  # one prompt as token ids
+    return list(prompts)
+
+
+def _progress_bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
+    if not use_tqdm:
+        return None
+    if use_tqdm is True:
+        from tqdm.auto import tqdm
+
+        use_tqdm = tqdm
+    return use_tqdm(total=total, desc="requests", unit="req", dynamic_ncols=True)

@@ -1,0 +1,648 @@
+"""Decides each step: which requests run, how many tokens of each, in which pages.
+
+One rule: a request gets tokens until `num_computed_tokens` catches up with what it has. Chunked prefill, prefix hits
+and recompute after preemption follow from it. One order, that of arrival, serves the queue, the budget and the choice
+of a victim: the youngest gives way, so the oldest always progresses and a request is served the sooner the longer it
+has waited.
+
+The engine runs ahead: it calls `schedule()` for the next step before it calls `update()` for the last one. So
+`num_computed_tokens` counts dispatched work; a decoding request's next position is known although its token is not.
+The device stops a slot by the rules of `stop_after`; `update` applies the same rules when it reads the tokens.
+
+Pages for all known tokens of a sequence are taken at admission, all or none: a request in prefill cannot run out of
+pages halfway, and holds more than it uses only until its chunks have run, a few steps. Decode then takes one page at
+a time.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from serving.request import FinishReason, Request, RequestError, RequestStatus
+from serving.scheduling.config import SchedulerConfig
+from serving.scheduling.page_allocator import PageAllocator
+from serving.scheduling.prefix_cache import CachedPage, PageChain, PrefixCache
+from serving.scheduling.schedule import NULL_PAGE, PageAppend, PrefillChunk, Schedule, SlotReset
+
+NO_TOKEN = -1  # the slot sampled nothing at this step
+NOT_FINITE = -2  # the slot's logits were not finite
+
+
+def stop_after(request: Request) -> tuple[FinishReason, int | None] | None:
+    """Whether the request ends with its newest output token: (reason, stop token id), or None to go on.
+
+    The device applies the same rule: a stop token ends a request that, counting it, has at least min_tokens output
+    tokens; else the bound max_total_tokens does.
+    """
+    token_id = request.output_token_ids[-1]
+    if token_id in request.stop_token_ids and request.num_output_tokens >= request.params.min_tokens:
+        return FinishReason.STOP, token_id
+    if request.num_tokens >= request.max_total_tokens:
+        return FinishReason.LENGTH, None
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvent:
+    """What one step brought one request. `new_token_ids[k]` was sampled by decode step k of `slot`."""
+
+    request: Request
+    slot: int
+    new_token_ids: tuple[int, ...]
+    finished: bool  # request.finish_reason, stop_reason and error tell how
+
+
+@dataclass(kw_only=True)
+class SchedulerStats:
+    """Counters since the start."""
+
+    num_steps: int = 0  # dispatched
+    num_drains: int = 0  # schedule() gave way to the update of a step in flight
+    num_prefill_tokens: int = 0
+    num_prefill_padding_tokens: int = 0  # tokens of query_block rows that chunks left empty
+    num_decode_slot_steps: int = 0  # max_num_seqs * K for each step that decodes: what the fixed shape pays
+    num_output_tokens: int = 0
+    num_preemptions: int = 0  # for memory
+    num_rope_restarts: int = 0  # sequences that outgrew their rope regime
+    num_prefix_query_tokens: int = 0  # of admitted requests that may read the prefix cache
+    num_prefix_hit_tokens: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    """What the scheduler knows of an unfinished request beyond the request itself."""
+
+    # [0, num_confirmed_tokens)                    K/V in pages, by steps that were read and were finite
+    # [num_confirmed_tokens, num_computed_tokens)  K/V in pages once the steps in flight have run
+    # [num_tokens, num_future_tokens)              sampled by steps in flight, not read yet
+    request: Request
+    order: int  # of arrival
+    slot: int | None = None
+    page_ids: list[int] = field(default_factory=list)
+    num_hit_pages: int = 0  # of those, from the prefix cache
+    chain: PageChain | None = None  # None: no prefix caching
+    is_decoding: bool = False  # all known tokens were dispatched; from here the slot goes on by itself
+    num_confirmed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    last_step_id: int = 0  # the last step it was dispatched in
+
+    @property
+    def num_future_tokens(self) -> int:
+        return self.request.num_tokens + self.num_in_flight_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens that may still be sampled after the steps in flight."""
+        return self.request.max_total_tokens - self.num_future_tokens
+
+    def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
+        """Known tokens of positions [start, stop)."""
+        prompt, output = self.request.prompt_token_ids, self.request.output_token_ids
+        num_prompt = len(prompt)
+        if stop <= num_prompt:
+            return prompt[start:stop]
+        return prompt[start:num_prompt] + tuple(output[max(start - num_prompt, 0) : stop - num_prompt])
+
+
+def _order(sequence: _Sequence) -> int:
+    return sequence.order
+
+
+class Scheduler:
+    """Owns requests from `add` until they are finished, and with them slots, pages and the prefix cache.
+
+    `schedule()` returns the next step or None; with None, `needs_drain` says that the oldest step in flight must be
+    given to `update()` before anything more can be scheduled. Steps are updated in the order they were scheduled.
+    Not thread-safe: one loop owns it.
+    """
+
+    def __init__(self, config: SchedulerConfig):
+        self.config = config
+        self.stats = SchedulerStats()
+        self.needs_drain = False
+        self.prefix_cache = PrefixCache(config.page_size) if config.enable_prefix_caching else None
+        self.page_allocator = PageAllocator(config.num_pages, self.prefix_cache)
+        self._sequences: dict[str, dict[int, _Sequence]] = {}  # request id -> child index -> unfinished sequence
+        self._waiting: list[_Sequence] = []  # both in order of arrival
+        self._running: list[_Sequence] = []
+        self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest first
+        self._deactivate: set[int] = set()  # for the next schedule
+        self._zero_pages: dict[int, None] = {}  # for the next schedule
+        self._in_flight: deque[int] = deque()  # ids of steps scheduled and not updated
+        self._next_step_id = 1
+        self._num_added = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_in_flight_steps(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def num_unused_page_tokens(self) -> int:
+        """Tokens that the pages of running requests could hold beyond those they have: the waste of paging."""
+        page_size = self.config.page_size
+        return sum(max(len(s.page_ids) * page_size - s.num_future_tokens, 0) for s in self._running)
+
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a step awaits its update."""
+        return bool(self._sequences or self._in_flight)
+
+    # Requests in and out
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError where it could never run: no room, or an id in use."""
+        assert request.status is RequestStatus.WAITING and request.num_computed_tokens == 0, request.request_id
+        config = self.config
+        if not request.prompt_token_ids:
+            raise RequestError("prompt", "holds no tokens")
+        if request.max_total_tokens > config.max_model_len:
+            raise RequestError(
+                "max_total_tokens",
+                f"is {request.max_total_tokens}; this engine holds sequences of at most {config.max_model_len} tokens",
+            )
+        min_total_tokens = request.num_tokens + (0 if request.params.max_tokens == 0 else 1)
+        if request.max_total_tokens < min_total_tokens:
+            raise RequestError(
+                "max_total_tokens",
+                f"is {request.max_total_tokens}; the prompt of {request.num_tokens} tokens needs {min_total_tokens}",
+            )
+        num_pages = config.num_pages_for(self._num_kv_tokens(request))
+        if num_pages > config.num_pages - 1:
+            raise RequestError(
+                "max_total_tokens",
+                f"is {request.max_total_tokens}, which takes {num_pages} pages of {config.page_size} tokens; "
+                f"the pool has {config.num_pages - 1}",
+            )
+        children = self._sequences.setdefault(request.request_id, {})
+        if request.child_index in children:
+            raise RequestError("request_id", f"{request.request_id!r} is in use")
+        sequence = _Sequence(request=request, order=self._num_added)
+        self._num_added += 1
+        children[request.child_index] = sequence
+        self._waiting.append(sequence)
+
+    def abort(self, request_id: str) -> list[Request]:
+        """End all unfinished requests of this id, at whatever stage; returns them. Unknown and finished ids: none."""
+        sequences = list(self._sequences.get(request_id, {}).values())
+        for sequence in sequences:
+            self._finish(sequence, FinishReason.ABORT)
+        return [sequence.request for sequence in sequences]
+
+    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
+        """End one request early, as for a stop string. False: it was finished already and stays as it is."""
+        sequence = self._find(request)
+        if sequence is None:
+            return False
+        self._finish(sequence, reason, stop_reason)
+        return True
+
+    # One step
+
+    def schedule(self) -> Schedule | None:
+        """Decide the next step. None: nothing can run now; `needs_drain` tells whether an update would change that."""
+        self.needs_drain = False
+        self._restart_outgrown_sequences()
+        decoding = self._make_room_to_decode()
+        if decoding is None:
+            self._give_way()
+            return None
+
+        appends = [self._append_page(s) for s in decoding if self._lacks_page(s, 1)]
+        resets: list[SlotReset] = []
+        chunks: list[PrefillChunk] = []
+        budget = self.config.max_prefill_tokens
+        for sequence in self._running:
+            if budget and not sequence.is_decoding:
+                budget -= self._add_chunk(sequence, budget, chunks)
+        is_static = self.config.static_batching
+        may_admit = not (is_static and self._running)
+        while may_admit and self._waiting and self._free_slots and (budget or is_static):
+            sequence = self._waiting[0]
+            reset = self._try_admit(sequence)
+            if reset is None:
+                break
+            resets.append(reset)
+            if budget:
+                budget -= self._add_chunk(sequence, budget, chunks)
+        if not decoding and not chunks:
+            self._give_way()
+            return None
+
+        num_decode_steps = 1
+        if not chunks and self._can_decode_many(decoding):
+            num_decode_steps = self.config.max_decode_steps
+            appends += [self._append_page(s) for s in decoding if self._lacks_page(s, num_decode_steps)]
+        return self._dispatch(decoding, num_decode_steps, chunks, resets, appends)
+
+    def update(self, schedule: Schedule, tokens: np.ndarray) -> list[StepEvent]:
+        """Take in what a step sampled. `tokens`: int32 [num_decode_steps, max_num_seqs].
+
+        tokens[k, slot] is the token that decode step k sampled (a chunk that samples: k = 0), -1 where the slot was
+        inactive or stopped, -2 where its logits were not finite. A chunk that does not sample may say -2 as well.
+        Requests finished since the step was scheduled are passed over. Events come for requests that got tokens or
+        finished.
+        """
+        assert tokens.shape == (schedule.num_decode_steps, self.config.max_num_seqs), tokens.shape
+        assert self._in_flight and self._in_flight[0] == schedule.step_id, (schedule.step_id, self._in_flight)
+        self._in_flight.popleft()
+        columns: list[list[int]] = tokens.T.tolist()
+        slots = [(c.slot, c.request) for c in schedule.prefill] + list(schedule.decode)
+        if any(NOT_FINITE in columns[slot] and self._find(request) is None for slot, request in slots):
+            # An ended request went wrong after its end: its pages, unknown by now, are among those in quarantine.
+            self._mark_to_zero(self.page_allocator.writable_quarantined_pages)
+        self.page_allocator.step_completed(schedule.step_id)
+        events = []
+        for chunk in schedule.prefill:
+            sequence = self._find(chunk.request)
+            if sequence is not None:
+                event = self._take_chunk(sequence, chunk, columns[chunk.slot][0])
+                if event is not None:
+                    events.append(event)
+        for slot, request in schedule.decode:
+            sequence = self._find(request)
+            if sequence is not None:
+                # The tokens of all earlier steps are in by now: the device stopped no later than this bound.
+                num_steps = min(schedule.num_decode_steps, request.max_total_tokens - request.num_tokens)
+                events.append(self._take_tokens(sequence, slot, columns[slot][:num_steps]))
+        return events
+
+    # schedule(): decode
+
+    def _restart_outgrown_sequences(self) -> None:
+        """Requeue sequences whose next position lies outside the rope regime of their K/V. Their place in the order
+        stays, so they are the first to be admitted again, as a rule by this same schedule."""
+        for sequence in list(self._running):
+            # A finished bound is no outgrown regime; and a recompute needs all tokens known.
+            if (
+                sequence.is_decoding
+                and sequence.num_remaining_tokens > 0
+                and sequence.num_in_flight_tokens == 0
+                and not self._is_in_regime(sequence, 1)
+            ):
+                self.stats.num_rope_restarts += 1
+                self._suspend(sequence)
+
+    def _make_room_to_decode(self) -> list[_Sequence] | None:
+        """The sequences that decode in this step, each with its pages or with a free page to take. None: not before
+        the steps in flight are read.
+
+        Free and evictable pages go to the oldest. Where they do not suffice, the youngest running sequence is
+        preempted; if it is the only one that lacks a page it just sits this step out, keeping what it has.
+        """
+        decoding = [
+            s for s in self._running if s.is_decoding and s.num_remaining_tokens > 0 and self._is_in_regime(s, 1)
+        ]
+        while True:
+            lacking = [s for s in decoding if self._lacks_page(s, 1)]
+            num_free_pages = self.page_allocator.num_free_pages
+            if len(lacking) <= num_free_pages:
+                return decoding
+            youngest = self._running[-1]
+            if lacking[num_free_pages] is youngest:
+                decoding.remove(youngest)
+                return decoding
+            if self._in_flight:
+                # Pages in quarantine may do; and a victim's tokens in flight would be lost.
+                return None
+            self._preempt(youngest)
+            if youngest in decoding:
+                decoding.remove(youngest)
+
+    def _can_decode_many(self, decoding: list[_Sequence]) -> bool:
+        """Whether max_decode_steps in one dispatch serve everybody: no running sequence is left out, some need them
+        all (all need them if a request waits for a slot), and pages and rope regimes hold out."""
+        num_steps = self.config.max_decode_steps
+        if len(decoding) < sum(s.num_remaining_tokens > 0 for s in self._running):
+            return False
+        is_awaited = bool(self._waiting) and not self.config.static_batching
+        num_useful = (min if is_awaited else max)(s.num_remaining_tokens for s in decoding)
+        return (
+            num_useful >= num_steps
+            and all(self._is_in_regime(s, num_steps) for s in decoding)
+            and sum(self._lacks_page(s, num_steps) for s in decoding) <= self.page_allocator.num_free_pages
+        )
+
+    def _end_position(self, sequence: _Sequence, num_steps: int) -> int:
+        """Where `num_steps` more decode steps end; they stop at max_total_tokens, whose last token is not computed."""
+        return sequence.request.num_computed_tokens + min(num_steps, sequence.num_remaining_tokens)
+
+    def _is_in_regime(self, sequence: _Sequence, num_steps: int) -> bool:
+        return self._end_position(sequence, num_steps) <= self.config.rope.max_tokens(sequence.request)
+
+    def _lacks_page(self, sequence: _Sequence, num_steps: int) -> bool:
+        return self._end_position(sequence, num_steps) > len(sequence.page_ids) * self.config.page_size
+
+    def _append_page(self, sequence: _Sequence) -> PageAppend:
+        page_ids = self.page_allocator.try_allocate(1)
+        assert page_ids is not None and sequence.slot is not None
+        sequence.page_ids += page_ids
+        return PageAppend(slot=sequence.slot, page_index=len(sequence.page_ids) - 1, page_id=page_ids[0])
+
+    # schedule(): prefill
+
+    def _add_chunk(self, sequence: _Sequence, budget: int, chunks: list[PrefillChunk]) -> int:
+        """Dispatch as many of the sequence's known tokens as `budget` holds. Returns the tokens taken, padded."""
+        request = sequence.request
+        assert sequence.slot is not None
+        start = request.num_computed_tokens
+        stop = min(start + budget, request.num_tokens)
+        is_last = stop == request.num_tokens
+        samples = is_last and sequence.num_remaining_tokens > 0
+        chunks.append(
+            PrefillChunk(
+                slot=sequence.slot,
+                request=request,
+                start=start,
+                token_ids=sequence.token_ids(start, stop),
+                samples=samples,
+            )
+        )
+        request.num_computed_tokens = stop
+        sequence.last_step_id = self._next_step_id
+        sequence.num_in_flight_tokens += samples
+        sequence.is_decoding = is_last
+        num_padded_tokens = -(-(stop - start) // self.config.query_block) * self.config.query_block
+        self.stats.num_prefill_tokens += stop - start
+        self.stats.num_prefill_padding_tokens += num_padded_tokens - (stop - start)
+        return num_padded_tokens
+
+    def _try_admit(self, sequence: _Sequence) -> SlotReset | None:
+        """Give the first waiting sequence a slot and pages for all its known tokens. None: pages are too few.
+
+        A page for each running sequence that may still grow is left over, so that an admission does not make the
+        next step preempt. With nobody running every page is there, so whatever `add` accepted gets in.
+        """
+        request = sequence.request
+        request.rope_len = self.config.rope.rope_len(request)
+        match = self._match_prefix(sequence)
+        hit_page_ids = [page.page_id for page in match]
+        num_new_pages = self.config.num_pages_for(request.num_tokens) - len(match)
+        num_taken_pages = num_new_pages + sum(self.page_allocator.is_evictable(page_id) for page_id in hit_page_ids)
+        num_spare_pages = sum(
+            len(s.page_ids) < self.config.num_pages_for(self._num_kv_tokens(s.request)) for s in self._running
+        )
+        if num_taken_pages + num_spare_pages > self.page_allocator.num_free_pages:
+            return None
+        for page_id in hit_page_ids:
+            self.page_allocator.share(page_id)
+        new_page_ids = self.page_allocator.try_allocate(num_new_pages)
+        assert new_page_ids is not None
+
+        self._waiting.remove(sequence)
+        bisect.insort(self._running, sequence, key=_order)
+        sequence.slot = heapq.heappop(self._free_slots)
+        sequence.page_ids = hit_page_ids + new_page_ids
+        sequence.num_hit_pages = len(match)
+        if sequence.chain is not None:
+            sequence.chain.restart(match)
+        num_hit_tokens = len(match) * self.config.page_size
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = num_hit_tokens
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = sequence.num_confirmed_tokens = num_hit_tokens
+        if self._may_read_cache(request):
+            self.stats.num_prefix_query_tokens += request.num_tokens
+            self.stats.num_prefix_hit_tokens += num_hit_tokens
+        return SlotReset(slot=sequence.slot, request=request, page_ids=tuple(sequence.page_ids))
+
+    def _may_read_cache(self, request: Request) -> bool:
+        # Log-probs of the prompt need the logits of every prompt position: none can be skipped.
+        return self.prefix_cache is not None and request.params.prompt_logprobs is None
+
+    def _match_prefix(self, sequence: _Sequence) -> list[CachedPage]:
+        request = sequence.request
+        if self.prefix_cache is None:
+            return []
+        salt = self.config.rope.salt(request) + b"/" + request.cache_salt
+        if sequence.chain is None or sequence.chain.salt != salt:
+            sequence.chain = self.prefix_cache.new_chain(salt)
+        if not self._may_read_cache(request):
+            return []
+        max_pages = (request.num_tokens - 1) // self.config.page_size  # the last token runs: its logits are needed
+        self._extend_chain(self.prefix_cache, sequence, sequence.chain, max_pages)
+        return self.prefix_cache.match_prefix(sequence.chain, max_pages)
+
+    def _extend_chain(self, cache: PrefixCache, sequence: _Sequence, chain: PageChain, num_full_pages: int) -> None:
+        if num_full_pages > len(chain):
+            page_size = self.config.page_size
+            cache.extend(chain, sequence.token_ids(len(chain) * page_size, num_full_pages * page_size))
+
+    # schedule(): its two ends
+
+    def _give_way(self) -> None:
+        """Nothing can run now: only the update of a step in flight can change that, or a request to come."""
+        self.needs_drain = bool(self._in_flight)
+        self.stats.num_drains += self.needs_drain
+        assert self.needs_drain or not self._sequences, "unfinished requests, nothing in flight, nothing to run"
+
+    def _dispatch(
+        self,
+        decoding: list[_Sequence],
+        num_decode_steps: int,
+        chunks: list[PrefillChunk],
+        resets: list[SlotReset],
+        appends: list[PageAppend],
+    ) -> Schedule:
+        step_id = self._next_step_id
+        self._next_step_id += 1
+        decode = []
+        for sequence in decoding:
+            assert sequence.slot is not None
+            sequence.last_step_id = step_id
+            num_tokens = min(num_decode_steps, sequence.num_remaining_tokens)
+            sequence.request.num_computed_tokens += num_tokens
+            sequence.num_in_flight_tokens += num_tokens
+            decode.append((sequence.slot, sequence.request))
+        self.stats.num_steps += 1
+        if decode:
+            self.stats.num_decode_slot_steps += self.config.max_num_seqs * num_decode_steps
+        schedule = Schedule(
+            step_id=step_id,
+            zero_pages=tuple(self._zero_pages),
+            deactivate=tuple(sorted(self._deactivate - {reset.slot for reset in resets})),
+            resets=tuple(resets),
+            page_appends=tuple(appends),
+            decode=tuple(decode),
+            num_decode_steps=num_decode_steps,
+            prefill=tuple(chunks),
+        )
+        self._zero_pages.clear()
+        self._deactivate.clear()
+        self._in_flight.append(step_id)
+        return schedule
+
+    # update()
+
+    def _take_chunk(self, sequence: _Sequence, chunk: PrefillChunk, token_id: int) -> StepEvent | None:
+        if chunk.samples:
+            return self._take_tokens(sequence, chunk.slot, [token_id])
+        if token_id == NOT_FINITE:
+            self._finish_poisoned(sequence)
+            return StepEvent(request=sequence.request, slot=chunk.slot, new_token_ids=(), finished=True)
+        sequence.num_confirmed_tokens = chunk.start + len(chunk.token_ids)
+        self._publish(sequence)
+        if sequence.num_confirmed_tokens < sequence.request.max_total_tokens:
+            return None
+        self._finish(sequence, FinishReason.LENGTH, is_stopped=True)  # only scored: nothing is sampled
+        return StepEvent(request=sequence.request, slot=chunk.slot, new_token_ids=(), finished=True)
+
+    def _take_tokens(self, sequence: _Sequence, slot: int, token_ids: list[int]) -> StepEvent:
+        """Append what one slot sampled in one step, up to where it stops."""
+        request = sequence.request
+        num_old_tokens = request.num_output_tokens
+        sequence.num_in_flight_tokens -= len(token_ids)
+        stop = None
+        error_token_id = None
+        for token_id in token_ids:
+            if token_id < 0:
+                error_token_id = token_id
+                break
+            sequence.num_confirmed_tokens = request.num_tokens  # the token before it was computed to sample this one
+            request.output_token_ids.append(token_id)
+            stop = stop_after(request)
+            if stop is not None:
+                break
+        new_token_ids = tuple(request.output_token_ids[num_old_tokens:])
+        self.stats.num_output_tokens += len(new_token_ids)
+        if error_token_id == NOT_FINITE:
+            self._finish_poisoned(sequence)
+        else:
+            self._publish(sequence)
+            if error_token_id is not None:
+                error = f"the device stopped after {request.num_output_tokens} tokens, the host would have gone on"
+                self._finish(sequence, FinishReason.ERROR, error=error)
+            elif stop is not None:
+                self._finish(sequence, *stop, is_stopped=True)
+        return StepEvent(request=request, slot=slot, new_token_ids=new_token_ids, finished=request.is_finished)
+
+    def _publish(self, sequence: _Sequence) -> None:
+        """Offer to the prefix cache the full pages whose tokens are known and whose K/V is confirmed."""
+        if self.prefix_cache is not None and sequence.chain is not None:
+            num_full_pages = sequence.num_confirmed_tokens // self.config.page_size
+            self._extend_chain(self.prefix_cache, sequence, sequence.chain, num_full_pages)
+            self.prefix_cache.publish(sequence.chain, sequence.page_ids, num_full_pages)
+
+    # Ends of running
+
+    def _finish_poisoned(self, sequence: _Sequence) -> None:
+        """End a request whose logits were not finite. Its pages leave the cache; those nobody else holds are zeroed
+        before the next step, and so is the null page, where the slot may have written too."""
+        own_page_ids = [p for p in sequence.page_ids if self.page_allocator.ref_count(p) == 1]
+        self._mark_to_zero(own_page_ids)
+        if self.prefix_cache is not None:
+            for page_id in (*own_page_ids, *sequence.page_ids[sequence.num_hit_pages :]):
+                self.prefix_cache.remove(page_id)
+        error = f"the logits after {sequence.request.num_tokens} tokens were not finite (NaN or infinity)"
+        self._finish(sequence, FinishReason.ERROR, error=error)
+
+    def _mark_to_zero(self, page_ids: list[int]) -> None:
+        self._zero_pages.update(dict.fromkeys([NULL_PAGE, *page_ids]))
+
+    def _finish(
+        self,
+        sequence: _Sequence,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        *,
+        error: str | None = None,
+        is_stopped: bool = False,
+    ) -> None:
+        """End a request, waiting or running. is_stopped: the device stopped its slot by itself."""
+        request = sequence.request
+        if sequence.slot is None:
+            self._waiting.remove(sequence)
+        else:
+            self._release(sequence, is_stopped=is_stopped)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        request.error = error
+        children = self._sequences[request.request_id]
+        del children[request.child_index]
+        if not children:
+            del self._sequences[request.request_id]
+
+    def _preempt(self, sequence: _Sequence) -> None:
+        """Take the pages of a running sequence. It keeps its output and waits before all that came after it."""
+        self.stats.num_preemptions += 1
+        sequence.request.num_preemptions += 1
+        self._suspend(sequence)
+
+    def _suspend(self, sequence: _Sequence) -> None:
+        assert sequence.num_in_flight_tokens == 0, sequence.request.request_id
+        self._release(sequence, is_stopped=False)
+        request = sequence.request
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = sequence.num_confirmed_tokens = 0
+        bisect.insort(self._waiting, sequence, key=_order)
+
+    def _release(self, sequence: _Sequence, *, is_stopped: bool) -> None:
+        """Give back slot and pages; the pages are quarantined while a step in flight may write them."""
+        assert sequence.slot is not None
+        self.page_allocator.free(sequence.page_ids, after_step=sequence.last_step_id)
+        if not is_stopped:
+            self._deactivate.add(sequence.slot)
+        heapq.heappush(self._free_slots, sequence.slot)
+        self._running.remove(sequence)
+        sequence.slot = None
+        sequence.page_ids = []
+        sequence.num_hit_pages = 0
+        sequence.is_decoding = False
+
+    # Look-ups and checks
+
+    def _find(self, request: Request) -> _Sequence | None:
+        """The sequence of an unfinished request; None once it is finished, even if its id is in use again."""
+        sequence = self._sequences.get(request.request_id, {}).get(request.child_index)
+        return sequence if sequence is not None and sequence.request is request else None
+
+    @staticmethod
+    def _num_kv_tokens(request: Request) -> int:
+        """Positions ever computed: all but the last token that may be sampled."""
+        return max(request.num_tokens, request.max_total_tokens - 1)
+
+    def _unfinished(self) -> Iterator[_Sequence]:
+        for children in self._sequences.values():
+            yield from children.values()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where requests, slots, pages and the prefix cache disagree."""
+        config = self.config
+        self.page_allocator.check_integrity([s.page_ids for s in self._running])
+        if self.prefix_cache is not None:
+            self.prefix_cache.check_integrity()
+        assert sorted([*self._free_slots, *(s.slot for s in self._running if s.slot is not None)]) == list(
+            range(config.max_num_seqs)
+        )
+        for queue in (self._waiting, self._running):
+            assert [s.order for s in queue] == sorted({s.order for s in queue})
+        assert {id(s) for s in self._unfinished()} == {id(s) for s in (*self._waiting, *self._running)}
+        for sequence in self._waiting:
+            request = sequence.request
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), request.status
+            assert sequence.slot is None and not sequence.page_ids and sequence.num_in_flight_tokens == 0
+            assert request.num_computed_tokens == 0
+        for sequence in self._running:
+            request = sequence.request
+            num_computed = request.num_computed_tokens
+            assert request.status is RequestStatus.RUNNING and sequence.slot is not None
+            assert 0 <= sequence.num_confirmed_tokens <= num_computed <= len(sequence.page_ids) * config.page_size
+            assert num_computed <= self.config.rope.max_tokens(request)
+            assert sequence.num_future_tokens <= request.max_total_tokens
+            if sequence.is_decoding and request.max_total_tokens > request.num_prompt_tokens:
+                assert num_computed == sequence.num_future_tokens - 1
+            if not self._in_flight:
+                assert sequence.num_in_flight_tokens == 0

@@ -1,0 +1,93 @@
+"""Long random runs of the scheduler against a device that knows what every page must hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from serving.request import FinishReason
+from serving.scheduling.config import RopeRegime
+
+NUM_REQUESTS = 60
+
+
+def random_engine(tools, rng, **changes):
+    """An engine of random small sizes: tiny pools, so that preemption, eviction and stalls happen all the time."""
+    page_size = changes.pop("page_size", None) or rng.choice([1, 4, 16, 64])
+    max_model_len = rng.choice([page_size * 2 + 3, page_size * 4, 96])
+    max_model_len = max(max_model_len, 24)
+    min_pages = -(-(max_model_len - 1) // page_size) + 1  # one longest sequence and the null page
+    query_block = rng.choice([1, 4, 8])
+    values = {
+        "page_size": page_size,
+        "num_pages": min_pages + rng.choice([0, 1, min_pages, 4 * min_pages]),
+        "max_num_seqs": rng.randint(1, 8),
+        "max_model_len": max_model_len,
+        "query_block": query_block,
+        "prefill_token_buckets": (query_block * rng.randint(1, 8),),
+        "max_decode_steps": min(rng.choice([1, 8]), page_size),
+        "enable_prefix_caching": rng.random() < 0.8,
+    }
+    return tools.Engine(tools.make_config(**(values | changes)), depth=rng.choice([0, 1, 1, 1, 2]))
+
+
+def random_request(tools, rng, config, prefixes, index):
+    """Half the prompts start with a common prefix; lengths reach the context limit; some have n > 1, stop tokens,
+    min_tokens, a tenant's salt, or score only."""
+    max_prompt = config.max_model_len - 1
+    prompt = list(rng.choice(prefixes)) if rng.random() < 0.5 else []
+    prompt += tools.random_prompt(rng, rng.randint(1, max(1, max_prompt // 2)))
+    prompt = prompt[:max_prompt]
+    max_tokens = rng.choice([1, 2, rng.randint(1, config.max_model_len), config.max_model_len])
+    params = {}
+    if rng.random() < 0.4:
+        params["stop_token_ids"] = tuple(rng.sample(range(tools.VOCAB_SIZE), 2))
+        params["min_tokens"] = rng.randint(0, min(5, max_tokens))
+    if rng.random() < 0.1:
+        params["prompt_logprobs"] = 0
+        if rng.random() < 0.5:
+            params.pop("min_tokens", None)
+            max_tokens = 0
+    num_children = rng.choice([1, 1, 1, 3])
+    shared = {
+        "seed": rng.randrange(4),
+        "cache_salt": rng.choice([b"", b"", b"tenant"]),
+        "max_model_len": config.max_model_len,
+    }
+    return [
+        tools.make_request(f"r{index}", prompt, max_tokens, child_index=child, **shared, **params)
+        for child in range(num_children)
+    ]
+
+
+def drive(tools, rng, engine, *, num_requests=NUM_REQUESTS, with_faults=True):
+    """Random arrivals, aborts at any stage, stop strings and NaNs, until all is done; outputs must be solo outputs."""
+    config = engine.config
+    prefixes = [tools.random_prompt(rng, rng.randint(1, config.max_model_len)) for _ in range(3)]
+    arrival_rate = rng.choice([0.05, 0.3, 1.0])
+    index = 0
+    while True:
+        while index < num_requests and rng.random() < arrival_rate:
+            for request in random_request(tools, rng, config, prefixes, index):
+                key = (request.request_id, request.child_index)
+                if with_faults and rng.random() < 0.05:
+                    engine.runner.poison_after[key] = rng.randint(0, 10)
+                if with_faults and rng.random() < 0.15:
+                    engine.finish_after[key] = rng.randint(1, 10)
+                engine.add(request)
+            index += 1
+        if with_faults and rng.random() < 0.03 and index:
+            ended = engine.scheduler.abort(f"r{rng.randrange(index)}")
+            assert all(request.finish_reason is FinishReason.ABORT for request in ended)
+            engine.scheduler.check_integrity()
+        if not engine.step() and index == num_requests:
+            break
+    engine.check_idle()
+    engine.check_outputs()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("trial", range(10))
+def test_outputs_in_random_company_equal_solo_outputs(tools, rng, page_size, trial):
+    engine = random_engine(tools, rng, page_size=page_size)
+    print(engine.config, engine.depth)
+    drive(tools, rng, engine)
