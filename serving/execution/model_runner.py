@@ -284,6 +284,10 @@ class ModelRunner:
         """The optimised program of that name, as XLA prints it."""
         return self._compiled[name].as_text()
 
+    def slot_table(self) -> slot_table.SlotTable:
+        """A copy of the slot table on the host, as numpy arrays: for looking at, not for serving."""
+        return jax.tree.map(np.asarray, self._table)
+
     @property
     def program_names(self) -> tuple[str, ...]:
         return tuple(self._compiled)

@@ -45,8 +45,12 @@ class BaseTokenizer(ABC):
         special: Iterable[SpecialToken],
         always_special: Iterable[SpecialToken] = (),
         space_prefix: SpacePrefix = "never",
+        strips_space: bool = False,
     ):
-        """`special`: control tokens, in text only where allowed. `always_special`: text that is always its token."""
+        """`special`: control tokens, in text only where allowed. `always_special`: text that is always its token.
+
+        `strips_space`: encoding puts a space before a whole text, here or in the library, and decoding removes it.
+        """
         special = tuple(special)
         always_special = tuple(always_special)
         self.vocab_size = vocab_size
@@ -63,6 +67,7 @@ class BaseTokenizer(ABC):
         self._special_splitter = SpecialTextSplitter((*special, *always_special))
         self._always_splitter = SpecialTextSplitter(always_special)
         self._space_prefix = space_prefix
+        self._strips_space = strips_space
         for token_id in (*info.prefix_ids, *info.suffix_ids, *info.eos_token_ids, *self._special_text):
             if not 0 <= token_id < vocab_size:
                 raise TokenizerError(f"special token id {token_id} is outside the vocabulary of {vocab_size}")
@@ -123,9 +128,7 @@ class BaseTokenizer(ABC):
         text = b"".join(
             self.token_bytes(token_id, skip_special_tokens=skip_special_tokens) for token_id in token_ids
         ).decode("utf-8", "replace")
-        if self._space_prefix != "never" and not continuation:
-            return text.removeprefix(" ")
-        return text
+        return text.removeprefix(" ") if self._strips_space and not continuation else text
 
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = False) -> bytes:
         """Exact bytes that a token stands for: of a special token its text, or none where those are skipped.

@@ -25,7 +25,15 @@ from serving.text.sentencepiece_tokenizer import (
 from serving.text.special_text import SpecialToken, looks_special
 
 # Texts of end-of-turn tokens. Converters often record only one end token, the one of plain text.
-_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
+_END_OF_TURN = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+)
 
 # Phi-3's markers swallow white space to their right, but for these (tokenizer.json of microsoft/Phi-3-mini-4k-instruct).
 _PHI3_MARKERS = ("<|assistant|>", "<|placeholder1|>", "<|end|>")
@@ -42,7 +50,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> BaseTokenizer | None:
         return None
     builders: dict[object, Callable[[_Vocabulary], BaseTokenizer]] = {"gpt2": _byte_level_bpe, "llama": _sentencepiece}
     if not isinstance(model, str) or model not in builders:
-        raise TokenizerError(f"tokenizer.ggml.model={model!r} is not supported; supported are {', '.join(map(str, builders))}")
+        raise TokenizerError(
+            f"tokenizer.ggml.model={model!r} is not supported; supported are {', '.join(map(str, builders))}"
+        )
     return builders[model](_Vocabulary(metadata))
 
 

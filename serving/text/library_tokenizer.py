@@ -27,12 +27,15 @@ class LibraryTokenizer(BaseTokenizer):
         special: Iterable[SpecialToken],
         added: Iterable[SpecialToken] = (),
         space_prefix: SpacePrefix = "never",
+        strips_space: bool = False,
     ):
         """`added`: tokens beside the model's vocabulary that are not special; the library finds them in text."""
         library.encode_special_tokens = True  # special tokens are found by this package, ordinary text by the library
         library.no_truncation()  # files may hold the settings of the training run
         library.no_padding()
-        super().__init__(info, vocab_size=vocab_size, special=special, space_prefix=space_prefix)
+        super().__init__(
+            info, vocab_size=vocab_size, special=special, space_prefix=space_prefix, strips_space=strips_space
+        )
         self._library = library
         self._spelling = spelling
         self._added_text = {token.token_id: token.text for token in added}

@@ -42,6 +42,7 @@ class SentencePieceTokenizer(BaseTokenizer):
             special=special,
             always_special=always_special,
             space_prefix=space_prefix,
+            strips_space=space_prefix != "never",
         )
         self._processor = processor
         self._num_pieces: int = processor.get_piece_size()
@@ -88,6 +89,8 @@ def build_model_proto(pieces: Sequence[str], scores: Sequence[float], types: Seq
 
 def _varint(value: int) -> bytes:
     """A protocol buffer varint: seven bits a byte, low ones first, the top bit on all but the last."""
+    if value <= 0x7F:
+        return bytes((value,))
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)
