@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-MAX_SHOWN_CHARS = 120
+import reprlib
+
+_repr = reprlib.Repr(maxlevel=3, maxdict=4, maxlist=8, maxtuple=8, maxstring=120, maxlong=40, maxother=120)
 
 
 class CheckpointError(ValueError):
@@ -11,8 +13,4 @@ class CheckpointError(ValueError):
 
 def shown(value: object) -> str:
     """`value` for an error message: one line of ASCII, shortened. Names in files may be long, or hold newlines."""
-    if isinstance(value, str | bytes):
-        text = ascii(value[: MAX_SHOWN_CHARS + 1])
-    else:
-        text = ascii(value)
-    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+    return _repr.repr(value).encode("ascii", "backslashreplace").decode()

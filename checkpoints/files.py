@@ -52,7 +52,7 @@ class ReadOnlyFile:
             except OSError as error:
                 raise CheckpointError(f"{self.path}: cannot be read: {_reason(error)}") from error
             if count == 0:
-                self.fail(f"ends at byte {offset + done}; it had {self.size} bytes when it was opened")
+                self.fail(f"has no byte {offset + done}; it had {self.size} bytes when it was opened")
             done += count
         return data
 

@@ -34,7 +34,7 @@ MAX_ARRAY_DEPTH = 4
 MAX_METADATA_ENTRIES = 1 << 16
 MAX_TENSORS = 1 << 16
 MAX_ARRAY_ELEMENTS = 1 << 21  # in all arrays together
-MAX_STRING_BYTES = 32 << 20  # in all strings together
+MAX_STRING_BYTES = 16 << 20  # in all strings together; decoded they may take four times that
 
 MIN_METADATA_ENTRY_BYTES = 13  # name length, type, one byte of value
 MIN_TENSOR_ENTRY_BYTES = 24  # name length, dimension count, type, offset

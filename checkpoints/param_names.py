@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -76,6 +76,16 @@ HF_GEMMA = replace(
     post_attn_norm="model.layers.{i}.post_attention_layernorm",
     mlp_norm="model.layers.{i}.pre_feedforward_layernorm",
     post_mlp_norm="model.layers.{i}.post_feedforward_layernorm",
+)
+# the text model of Gemma3ForConditionalGeneration; its vision tower is left out
+HF_GEMMA3_WITH_VISION = replace(
+    HF_GEMMA,
+    **{
+        field.name: "language_model." + getattr(HF_GEMMA, field.name)
+        for field in fields(Naming)
+        if field.name not in ("ignored", "interleaved_rope", "adds_norm_offset")
+    },
+    ignored=rf"(vision_tower|multi_modal_projector)\..*|language_model\.({HF.ignored})",
 )
 HF_FUSED = replace(
     HF,

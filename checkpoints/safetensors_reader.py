@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 FORMAT_MAX_HEADER_BYTES = 100_000_000
 # Parsed JSON takes up to 25 times its text in memory, so a header is held to what models have: the largest
 # dense ones need 0.2 MB.
-MAX_HEADER_BYTES = 4 << 20
-MAX_INDEX_BYTES = 4 << 20
+MAX_HEADER_BYTES = 2 << 20
+MAX_INDEX_BYTES = 2 << 20
 MAX_RANK = 8
 MAX_DIMENSION = 2**63 - 1
 

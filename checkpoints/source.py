@@ -14,9 +14,17 @@ from checkpoints.files import exists_in_folder, open_in_folder, read_json_object
 from checkpoints.gguf_config import architecture, hf_config, special_token_ids
 from checkpoints.gguf_reader import GgufFile, read_gguf
 from checkpoints.packages import find_packaged_model
-from checkpoints.param_names import GGUF_NAMINGS, HF_NAMINGS, Naming, check_tensors, has_unused_lm_head
+from checkpoints.param_names import (
+    GGUF_NAMINGS,
+    HF_GEMMA3_WITH_VISION,
+    HF_NAMINGS,
+    Naming,
+    check_tensors,
+    has_unused_lm_head,
+)
 from checkpoints.safetensors_reader import FLOAT_DTYPES, INDEX_FILE, SINGLE_FILE, SafetensorsTensor, read_folder
 from checkpoints.tensors import SourceTensor
+from configs.checks import ConfigError
 from configs.hf import model_config_from_hf
 from configs.model import ModelConfig
 from sharding.param_spec import ParamSpec
@@ -31,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_GGUF_TOKENIZER_BYTES = 256 << 20
-MAX_LAYERS = 4096  # a config's number is believed up to here; memory is taken for each layer before weights are seen
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -89,12 +96,12 @@ class _FolderSource(ModelSource):
     """A Hugging Face folder."""
 
     def __init__(self, path: Path) -> None:
-        self.hf_config = _read_hf_config(path)
-        generation_config = {}
-        if exists_in_folder(path, GENERATION_CONFIG_FILE):
-            file = open_in_folder(path, GENERATION_CONFIG_FILE)
-            generation_config = read_json_object(file, max_bytes=MAX_CONFIG_BYTES)
-        super().__init__(path, model_config_from_hf(self.hf_config), generation_config)
+        self.hf_config = read_json_object(open_in_folder(path, CONFIG_FILE), max_bytes=MAX_CONFIG_BYTES)
+        try:
+            model_config = model_config_from_hf(self.hf_config)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        super().__init__(path, model_config, _read_generation_config(path))
 
     def tokenizer_files(self) -> Path:
         return self.path
@@ -111,10 +118,9 @@ class SafetensorsSource(_FolderSource):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        architecture_name = self.model_config.architecture
-        if architecture_name not in HF_NAMINGS:
-            raise CheckpointError(f"{path}: tensor names of {shown(architecture_name)} are not known")
-        self._naming = HF_NAMINGS[architecture_name]
+        self._naming = HF_NAMINGS[self.model_config.architecture]
+        if "text_config" in self.hf_config:
+            self._naming = HF_GEMMA3_WITH_VISION
         self._tensors = read_folder(path)
         check_tensors(self._tensors, self.model_config, self._naming, str(path))
         for tensor in self._tensors.values():
@@ -147,8 +153,11 @@ class GgufSource(ModelSource):
         self._gguf = read_gguf(path)
         self.hf_config = hf_config(self._gguf)
         self._naming = GGUF_NAMINGS[architecture(self._gguf)]
-        _check_num_layers(self.hf_config, str(path))
-        super().__init__(path, model_config_from_hf(self.hf_config), special_token_ids(self._gguf))
+        try:
+            model_config = model_config_from_hf(self.hf_config)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: its metadata as {error}") from error
+        super().__init__(path, model_config, special_token_ids(self._gguf))
         check_tensors(self._gguf.tensors, self.model_config, self._naming, str(path))
 
     @property
@@ -184,11 +193,7 @@ class OrbaxSource(ModelSource):
         from checkpoints.orbax_store import open_store
 
         self._store: OrbaxStore = open_store(path)
-        generation_config = {}
-        if exists_in_folder(path, GENERATION_CONFIG_FILE):
-            file = open_in_folder(path, GENERATION_CONFIG_FILE)
-            generation_config = read_json_object(file, max_bytes=MAX_CONFIG_BYTES)
-        super().__init__(path, self._store.model_config, generation_config)
+        super().__init__(path, self._store.model_config, _read_generation_config(path))
 
     @property
     def store(self) -> OrbaxStore:
@@ -230,16 +235,10 @@ class DummySource(_FolderSource):
         return random_params(self.model_config, specs, shardings, tensor_shards, progress)
 
 
-def _read_hf_config(folder: Path) -> dict[str, Any]:
-    config = read_json_object(open_in_folder(folder, CONFIG_FILE), max_bytes=MAX_CONFIG_BYTES)
-    _check_num_layers(config, str(folder / CONFIG_FILE))
-    return config
-
-
-def _check_num_layers(config: Mapping[str, Any], where: str) -> None:
-    num_layers = config.get("num_hidden_layers", 0)
-    if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
-        raise CheckpointError(f"{where}: field 'num_hidden_layers': {shown(num_layers)} is above {MAX_LAYERS}")
+def _read_generation_config(folder: Path) -> dict[str, Any]:
+    if not exists_in_folder(folder, GENERATION_CONFIG_FILE):
+        return {}
+    return read_json_object(open_in_folder(folder, GENERATION_CONFIG_FILE), max_bytes=MAX_CONFIG_BYTES)
 
 
 def _load(

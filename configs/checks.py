@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -40,7 +41,8 @@ def check_float(
     value = getattr(owner, field)
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:  # an integer may be larger than any float
         raise ConfigError(f"{_name(owner, field)} must be a finite number, got {value!r}")
     if not minimum <= value <= maximum or (above is not None and not value > above):
         bound = f"> {above}" if above is not None else f">= {minimum}"
@@ -77,5 +79,3 @@ def check_int_tuple(owner: object, field: str, *, minimum: int) -> None:
 def fail(owner: object, field: str, reason: str) -> None:
     """Raise ConfigError saying why `owner.field` with its value cannot be."""
     raise ConfigError(f"{_name(owner, field)}={getattr(owner, field)!r} {reason}")
-
-

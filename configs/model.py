@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,15 +52,30 @@ class RopeConfig:
         check_int(self, "max_position_embeddings", minimum=1)
         check_int(self, "original_max_position_embeddings", minimum=1, optional=True)
         check_float(self, "factor", above=0.0)
+        for field in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            check_float(self, field, above=0.0)
+        for field in ("attention_factor", "mscale", "mscale_all_dim"):
+            check_float(self, field, above=0.0, optional=True)
         check_bool(self, "truncate")
         if self.rotary_dim % 2:
             fail(self, "rotary_dim", "must be even: dims turn in pairs")
         if self.rope_type in ("llama3", "yarn", "longrope") and self.original_max_position_embeddings is None:
             fail(self, "original_max_position_embeddings", f"is required by rope type {self.rope_type}")
+        if self.rope_type == "dynamic" and self.rotary_dim == 2:
+            fail(self, "rotary_dim", "is too small for rope type dynamic, whose base grows by a power of d / (d - 2)")
+        if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            fail(self, "low_freq_factor", f"must be below high_freq_factor={self.high_freq_factor}")
+        if self.rope_type == "yarn" and self.theta <= 1.0:
+            fail(self, "theta", "must be above 1 for rope type yarn, which divides by its logarithm")
         if self.rope_type == "longrope":
+            if self.original_max_position_embeddings == 1:
+                fail(self, "original_max_position_embeddings", "must be above 1: longrope divides by its logarithm")
             for field in ("short_factor", "long_factor"):
-                if len(getattr(self, field)) != self.rotary_dim // 2:
+                factors = getattr(self, field)
+                if len(factors) != self.rotary_dim // 2:
                     fail(self, field, f"must hold rotary_dim / 2 = {self.rotary_dim // 2} values")
+                if not all(0 < factor < math.inf for factor in factors):
+                    fail(self, field, "must hold finite values above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +132,10 @@ class ModelConfig:
             check_float(self, field, above=0.0, optional=True)
         for field in ("tie_word_embeddings", "qkv_bias", "attention_out_bias", "mlp_bias", "qk_norm", "post_norms"):
             check_bool(self, field)
+        for rope_field in ("rope", "rope_sliding"):
+            rope = getattr(self, rope_field)
+            if rope is not None and rope.rotary_dim > self.head_dim:
+                fail(self, rope_field, f"turns more than the head_dim={self.head_dim} dims of a head")
         if self.num_heads % self.num_kv_heads:
             fail(self, "num_kv_heads", f"does not divide num_heads={self.num_heads}")
         if len(self.layer_types) != self.num_layers or any(t not in LAYER_TYPES for t in self.layer_types):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from pallas_kernels.paged_attention import paged_attention
 from sharding.param_spec import KV_HEADS
 from sharding.placement import mesh_of, partition_spec
 
-ACTIVATION = {
+ACTIVATION: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
@@ -68,21 +69,21 @@ class Block(nnx.Module):
     """Parameters of one layer. Equal for layers of one kind, so that they share one traced function."""
 
     def __init__(self, config: ModelConfig, specs: ParamSpecs, path: str, layer_type: LayerType):
-        def norm(name: str, present: bool = True) -> RMSNorm | None:
-            return RMSNorm(specs, f"{path}/{name}", config.rms_norm_eps) if present else None
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(specs, f"{path}/{name}", config.rms_norm_eps)
 
         self.config = config
         self.sliding_window = config.sliding_window if layer_type == "sliding_attention" else None
         self.attn_norm = norm("attn_norm")
         self.qkv = Linear(specs, f"{path}/qkv")
-        self.q_norm = norm("q_norm", config.qk_norm)
-        self.k_norm = norm("k_norm", config.qk_norm)
+        self.q_norm = norm("q_norm") if config.qk_norm else None
+        self.k_norm = norm("k_norm") if config.qk_norm else None
         self.o = Linear(specs, f"{path}/o", num_in=3)
-        self.post_attn_norm = norm("post_attn_norm", config.post_norms)
+        self.post_attn_norm = norm("post_attn_norm") if config.post_norms else None
         self.mlp_norm = norm("mlp_norm")
         self.gate_up = Linear(specs, f"{path}/gate_up")
         self.down = Linear(specs, f"{path}/down")
-        self.post_mlp_norm = norm("post_mlp_norm", config.post_norms)
+        self.post_mlp_norm = norm("post_mlp_norm") if config.post_norms else None
 
     def __call__(
         self,

@@ -6,13 +6,16 @@ Matrices are stored [out..., in...]. Paths are the places of the parameters in `
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from configs.model import ModelConfig
@@ -87,24 +90,42 @@ def param_specs(config: ModelConfig, dtype: Any, tensor_shards: int) -> dict[str
     return specs
 
 
+def _hashed_bits(seed: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """Evenly spread uint32 [shape] from a uint32 seed: MurmurHash3's 32-bit finaliser over each element's index.
+
+    Elementwise, so that every device makes its own part, and the same bits on every mesh and backend; far cheaper
+    than a cryptographic generator, which random weights do not need.
+    """
+    index = jnp.uint32(0)
+    for axis, size in enumerate(shape):
+        index = index * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, axis, out_sharding=sharding)
+    bits = index * jnp.uint32(0x9E3779B1) + seed  # an odd factor: neighbours get seeds far apart
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return bits ^ (bits >> 16)
+
+
 @functools.partial(jax.jit, static_argnames=("spec", "sharding"))
-def _init_param(key: jax.Array, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
+def _init_param(seed: jax.Array, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
     if spec.init_scale is None:
         return jnp.ones(spec.shape, spec.dtype, device=sharding)
-    values = jax.random.normal(key, spec.shape, jnp.float32, out_sharding=sharding) * spec.init_scale
+    bits = _hashed_bits(seed, spec.shape, sharding)
+    centred = (bits >> 8).astype(jnp.float32) * 2.0**-23 - 1.0  # float32 holds 24 bits: uniform in [-1, 1)
+    values = centred * (spec.init_scale * math.sqrt(3))  # the std of uniform [-1, 1) is 1 / sqrt(3)
     if spec.num_rows is not None:
-        row = jax.lax.broadcasted_iota(jnp.int32, spec.shape, 0, out_sharding=sharding)
+        row = lax.broadcasted_iota(jnp.int32, spec.shape, 0, out_sharding=sharding)
         values = jnp.where(row < spec.num_rows, values, 0.0)
     return values.astype(spec.dtype)
 
 
 def init_params(specs: ParamSpecs, seed: int, mesh: Mesh) -> dict[str, jax.Array]:
-    """Random parameters, made where they live: normal with each spec's `init_scale`, norms 1, padding rows 0.
+    """Random parameters, made where they live: uniform with each spec's `init_scale` as std, norms 1, padding rows 0.
 
     The values depend on the seed, the path and the shape alone, not on the mesh. Nothing passes through the host.
     """
-    key = jax.random.key(seed)
-    return {
-        path: _init_param(jax.random.fold_in(key, zlib.crc32(path.encode())), spec, named_sharding(mesh, spec))
-        for path, spec in specs.items()
-    }
+
+    def seed_of(path: str) -> np.uint32:
+        return np.uint32(zlib.crc32(f"{seed}/{path}".encode()))
+
+    with jax.set_mesh(mesh):  # no argument carries the mesh in its type
+        return {path: _init_param(seed_of(path), spec, named_sharding(mesh, spec)) for path, spec in specs.items()}

@@ -72,13 +72,14 @@ def _frequencies(rope: RopeConfig, seq_lens: jax.Array) -> jax.Array:
         base = _base_frequencies(rope)
         short = np.asarray(base / np.asarray(rope.short_factor), np.float32)
         long = np.asarray(base / np.asarray(rope.long_factor), np.float32)
+        assert rope.original_max_position_embeddings is not None
         return jnp.where(seq_lens[:, None] > rope.original_max_position_embeddings, long, short)
     if rope.rope_type == "dynamic":
         # theta grows with the length (NTK-aware scaling): theta * stretch ** (d / (d - 2)), d = rotary_dim
         excess = jnp.maximum(seq_lens - rope.max_position_embeddings, 0).astype(jnp.float32)
         stretch = 1 + rope.factor / rope.max_position_embeddings * excess
         exponents = np.asarray(-np.arange(0, rope.rotary_dim, 2) / (rope.rotary_dim - 2), np.float32)
-        return np.asarray(_base_frequencies(rope), np.float32) * stretch[:, None] ** exponents
+        return jnp.asarray(_base_frequencies(rope), jnp.float32) * stretch[:, None] ** exponents
     if rope.rope_type == "linear":
         frequencies = _base_frequencies(rope) / rope.factor
     elif rope.rope_type == "llama3":

@@ -16,8 +16,11 @@ from configs.load import config_text
 from serving import bench
 from serving.cli.generate import run_generate
 from serving.cli.parser import UsageError, build_parser, configs_from, rewrite_gin_sugar
+from serving.display import ProgressReporter
 from serving.request import RequestError
+from serving.text.base import TokenizerError
 
+USER_ERRORS = (UsageError, ConfigError, RequestError, CheckpointError, TokenizerError, OSError)
 USER_ERROR_STATUS = 2
 
 
@@ -36,7 +39,7 @@ def main(argv: Sequence[str] | None = None, *, llm_factory: Any = None) -> int:
     except KeyboardInterrupt:
         print("headrace: interrupted", file=sys.stderr)
         return 130
-    except (UsageError, ConfigError, RequestError, CheckpointError, OSError) as error:
+    except USER_ERRORS as error:
         if "--debug" in argv:
             traceback.print_exc()
         print(f"headrace: error: {_one_line(error)}", file=sys.stderr)
@@ -45,25 +48,27 @@ def main(argv: Sequence[str] | None = None, *, llm_factory: Any = None) -> int:
 
 def _run(args: argparse.Namespace, llm_factory: Any) -> int:
     if args.command == "convert":
-        from checkpoints.convert import convert
-
-        convert(args.source, args.destination)
-        return 0
+        return _convert(args)
     configs = configs_from(args)
     if args.print_config:
         print(config_text(configs))
         return 0
     logging.info("configuration:\n%s", config_text(configs))
-    if args.dry_run:
-        plan = _llm_class(llm_factory).plan
-        print(plan(configs.run.model_source, engine_config=configs.engine, mesh_config=configs.mesh))
-        return 0
     if args.command == "bench":
         source = configs.run.model_source
         llm = _llm_class(llm_factory)(source, engine_config=configs.engine, mesh_config=configs.mesh)
         bench.run(llm, args, source)
         return 0
     return run_generate(args, configs, lambda: _llm_class(llm_factory))
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from checkpoints.convert import convert
+
+    with ProgressReporter(True) as progress:
+        convert(args.source, args.destination, args.dtype, lambda done, total: progress("load", done, total, "bytes"))
+        progress.note(f"{args.source} is written to {args.destination}")
+    return 0
 
 
 def _llm_class(llm_factory: Any) -> Any:

@@ -33,6 +33,7 @@ from serving.request import (
 from serving.scheduling.config import RopeRegime, SchedulerConfig
 from serving.scheduling.scheduler import Scheduler, StepEvent
 from serving.text.detokenizer import IncrementalDetokenizer
+from serving.text.generation_config import default_fields, eos_token_ids
 from serving.text.tokenizer import Tokenizer, load_tokenizer
 from serving.validation import check_params, check_prompt_ids, max_total_tokens
 from sharding.mesh import make_mesh
@@ -111,8 +112,12 @@ class Engine:
         self.model_config, self.config, self.tokenizer = model_config, config, tokenizer
         self.generation_config = generation_config or {}
         self.max_model_len = _max_model_len(model_config, config)
-        self.eos_token_ids = tuple(
-            dict.fromkeys((*model_config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())))
+        default_fields(self.generation_config)  # a model whose defaults cannot be honoured is refused at start
+        self.eos_token_ids = eos_token_ids(
+            self.generation_config,
+            {"eos_token_id": model_config.eos_token_ids},
+            tokenizer_eos_token_ids=tokenizer.eos_token_ids if tokenizer else (),
+            vocab_size=model_config.vocab_size,
         )
         if len(self.eos_token_ids) > MAX_EOS_IDS:
             raise ConfigError(f"eos_token_ids has {len(self.eos_token_ids)} entries; at most {MAX_EOS_IDS} are handled")
@@ -160,7 +165,9 @@ class Engine:
             has_tokenizer=self.tokenizer is not None,
         )
         text = prompt if isinstance(prompt, str) else None
-        token_ids = check_prompt_ids(self.encode(prompt) if text is not None else prompt, self.model_config.vocab_size)
+        token_ids = check_prompt_ids(
+            self.encode(prompt) if isinstance(prompt, str) else prompt, self.model_config.vocab_size
+        )
         limit = max_total_tokens(len(token_ids), params, self.max_model_len)
         if request_id is None:
             request_id = f"request-{next(self._ids)}"

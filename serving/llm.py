@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from configs.engine import EngineConfig, MeshConfig
 from serving.display import ProgressReporter, output_html, stats_html
@@ -62,8 +62,7 @@ class LLM:
             )
             self.start_s = time.monotonic() - started_s
             progress.note(f"ready after {self.start_s:.1f} s; memory of one device:\n{self.engine.runner.ledger}")
-        tokenizer = self.engine.tokenizer
-        self._chat_template = ChatTemplate.from_tokenizer(tokenizer) if tokenizer and tokenizer.chat_template else None
+        self._chat_template: ChatTemplate | None = None
 
     @property
     def tokenizer(self):
@@ -102,13 +101,15 @@ class LLM:
         """Answer one conversation (a list of messages) or several (a list of such lists)."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         params = self._params_list(sampling_params, len(conversations))
-        prompts = [self.render_chat(conversation, **template_args) for conversation in conversations]
+        prompts: list[Prompt] = [self.render_chat(conversation, **template_args) for conversation in conversations]
         return self._run(prompts, params, use_tqdm)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> list[int]:
         """Token ids of a conversation through the model's chat template. Raises RequestError."""
         if self._chat_template is None:
-            raise RequestError("messages", "need a chat template, and this model has none")
+            if self.tokenizer is None or self.tokenizer.chat_template is None:
+                raise RequestError("messages", "need a chat template, and this model has none")
+            self._chat_template = ChatTemplate(self.tokenizer)
         return self._chat_template.render_ids(messages, **template_args)
 
     def _params_list(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -148,7 +149,7 @@ class LLM:
                 request_ids.append(engine.add(prompt, settings))
             bar = _progress_bar(use_tqdm, len(prompts))
             num_output_tokens, started_s = 0, time.monotonic()
-            finished = set()
+            finished: set[str] = set()
             while len(finished) < len(request_ids):
                 for delta in engine.step():
                     num_output_tokens += len(delta.new_token_ids)
@@ -189,15 +190,14 @@ def _as_prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[Prompt
     if not prompts:
         return []
     if isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]  # one prompt as token ids
-    return list(prompts)
+        return [cast(Sequence[int], prompts)]  # one prompt as token ids
+    return list(cast(Sequence[PromptInput], prompts))
 
 
 def _progress_bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
     if not use_tqdm:
         return None
-    if use_tqdm is True:
-        from tqdm.auto import tqdm
+    from tqdm.auto import tqdm
 
-        use_tqdm = tqdm
-    return use_tqdm(total=total, desc="requests", unit="req", dynamic_ncols=True)
+    make_bar = tqdm if isinstance(use_tqdm, bool) else use_tqdm
+    return make_bar(total=total, desc="requests", unit="req", dynamic_ncols=True)

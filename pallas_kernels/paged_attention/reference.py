@@ -36,9 +36,9 @@ def paged_attention(
     page_table = jnp.pad(page_table, ((0, 0), (0, num_padding)))  # page 0, the null page; masked by position
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
+    # A query sees the keys in (last - sliding_window, last]; one that is none sees no key.
     query_RQ = jnp.arange(num_queries, dtype=jnp.int32)[None, :]
-    position_RQ = starts[:, None] + query_RQ
-    is_query_RQ = query_RQ < lengths[:, None]
+    last_RQ = jnp.where(query_RQ < lengths[:, None], starts[:, None] + query_RQ, -1)
     # [first_R, end_R): the keys that some query of the row sees
     end_R = jnp.where(lengths > 0, starts + lengths, 0)
     if sliding_window is None:
@@ -58,9 +58,9 @@ def paged_attention(
         k_RKSH, v_RKSH = jnp.moveaxis(kv.reshape(num_rows, 2, num_kv_heads, block_kv, head_dim), 1, 0)
 
         key_S = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
-        is_seen_RQS = is_query_RQ[:, :, None] & (key_S <= position_RQ[:, :, None])
+        is_seen_RQS = key_S <= last_RQ[:, :, None]
         if sliding_window is not None:
-            is_seen_RQS &= key_S > position_RQ[:, :, None] - sliding_window
+            is_seen_RQS &= key_S > last_RQ[:, :, None] - sliding_window
         is_seen = is_seen_RQS[:, None, :, None, :]
         # Pool values that nobody wrote may be NaN, and 0 * NaN is NaN: V is masked as well as the scores.
         is_key_RS = (key_S >= first_R[:, None]) & (key_S < end_R[:, None])

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from absl.flags import argparse_flags
 
-from configs.engine import EngineConfig, MeshConfig
+from configs.engine import DTYPES, EngineConfig, MeshConfig
 from configs.load import load_configs
 from configs.run import Configs, RunConfig
 from serving import bench
@@ -70,7 +70,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     convert = command("convert", "write a checkpoint in this engine's own form")
     convert.add_argument("source", metavar="SRC", help="a model source, as for --model")
-    convert.add_argument("destination", type=Path, metavar="DST", help="a folder that does not exist yet")
+    convert.add_argument("destination", metavar="DST", help="a folder that does not exist yet")
+    convert.add_argument("--dtype", choices=DTYPES, help="of the matrices; without it, every value stays exact")
     return parser
 
 
@@ -94,7 +95,6 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="where to look for gin files; may be repeated",
     )
     group.add_argument("--print_config", action="store_true", help="print every config value and stop")
-    group.add_argument("--dry_run", action="store_true", help="print the memory plan, load no weights, and stop")
     for cls in (RunConfig, EngineConfig, MeshConfig):
         add_dataclass_flags(parser, cls, names=FLAG_NAMES.get(cls))
 

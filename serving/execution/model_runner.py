@@ -60,9 +60,6 @@ class PendingStep:
     with_logprobs: bool
     scores: list[PromptScores] = field(default_factory=list)
 
-    def is_ready(self) -> bool:
-        return self.output.tokens.is_ready()
-
     def read(self) -> StepResult:
         """Wait for the step and copy what was asked for to the host."""
         logprobs = None
@@ -96,8 +93,8 @@ class CompileGuard:
             cls._registered = True
 
     @classmethod
-    def _on_event(cls, name: str, _duration_s: float, **_: Any) -> None:
-        if name == "/jax/core/compile/backend_compile_duration" and getattr(cls._local, "serving", False):
+    def _on_event(cls, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration" and getattr(cls._local, "serving", False):
             cls._count += 1
 
     @classmethod

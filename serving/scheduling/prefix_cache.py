@@ -59,7 +59,7 @@ class PrefixCache:
 
     def __init__(self, page_size: int, hash_fn: Hash = xxhash.xxh3_128_digest):
         self.page_size = page_size
-        self._hash_fn = hash_fn
+        self.hash_fn = hash_fn
         self._by_hash: dict[bytes, CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
 
@@ -77,11 +77,11 @@ class PrefixCache:
         """Append full pages of tokens to the chain: `token_ids` follow those it holds, a multiple of page_size."""
         assert len(token_ids) % self.page_size == 0, len(token_ids)
         data = np.asarray(token_ids, np.int32).tobytes()
-        parent_hash = chain.page_hashes[-1] if chain.page_hashes else self._hash_fn(chain.salt)
+        parent_hash = chain.page_hashes[-1] if chain.page_hashes else self.hash_fn(chain.salt)
         page_bytes = 4 * self.page_size
         for start in range(0, len(data), page_bytes):
             tokens = data[start : start + page_bytes]
-            parent_hash = self._hash_fn(parent_hash + tokens)
+            parent_hash = self.hash_fn(parent_hash + tokens)
             chain.page_tokens.append(tokens)
             chain.page_hashes.append(parent_hash)
 

@@ -83,23 +83,30 @@ class _Sequence:
     # [num_tokens, num_future_tokens)              sampled by steps in flight, not read yet
     request: Request
     order: int  # of arrival
+    max_pages: int  # that it can ever fill
+    num_future_tokens: int
     slot: int | None = None
     page_ids: list[int] = field(default_factory=list)
     num_hit_pages: int = 0  # of those, from the prefix cache
     chain: PageChain | None = None  # None: no prefix caching
+    regime_tokens: int = 0  # positions [0, regime_tokens) may be computed in the rope regime of the K/V
     is_decoding: bool = False  # all known tokens were dispatched; from here the slot goes on by itself
     num_confirmed_tokens: int = 0
-    num_in_flight_tokens: int = 0
     last_step_id: int = 0  # the last step it was dispatched in
 
     @property
-    def num_future_tokens(self) -> int:
-        return self.request.num_tokens + self.num_in_flight_tokens
+    def num_in_flight_tokens(self) -> int:
+        return self.num_future_tokens - self.request.num_tokens
 
     @property
     def num_remaining_tokens(self) -> int:
         """Tokens that may still be sampled after the steps in flight."""
         return self.request.max_total_tokens - self.num_future_tokens
+
+    def end_position(self, num_steps: int) -> int:
+        """Where the K/V of a decoding sequence ends after `num_steps` more decode steps: it needs the K/V of all
+        tokens but the last, and stops at max_total_tokens."""
+        return min(self.num_future_tokens - 1 + num_steps, self.request.max_total_tokens - 1)
 
     def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
         """Known tokens of positions [start, stop)."""
@@ -179,7 +186,8 @@ class Scheduler:
                 "max_total_tokens",
                 f"is {request.max_total_tokens}; the prompt of {request.num_tokens} tokens needs {min_total_tokens}",
             )
-        num_pages = config.num_pages_for(self._num_kv_tokens(request))
+        # The last token that may be sampled is not computed.
+        num_pages = config.num_pages_for(max(request.num_tokens, request.max_total_tokens - 1))
         if num_pages > config.num_pages - 1:
             raise RequestError(
                 "max_total_tokens",
@@ -189,7 +197,9 @@ class Scheduler:
         children = self._sequences.setdefault(request.request_id, {})
         if request.child_index in children:
             raise RequestError("request_id", f"{request.request_id!r} is in use")
-        sequence = _Sequence(request=request, order=self._num_added)
+        sequence = _Sequence(
+            request=request, order=self._num_added, max_pages=num_pages, num_future_tokens=request.num_tokens
+        )
         self._num_added += 1
         children[request.child_index] = sequence
         self._waiting.append(sequence)
@@ -220,7 +230,7 @@ class Scheduler:
             self._give_way()
             return None
 
-        appends = [self._append_page(s) for s in decoding if self._lacks_page(s, 1)]
+        appends = [self._append_page(s) for s in self._lacking_pages(decoding, 1)]
         resets: list[SlotReset] = []
         chunks: list[PrefillChunk] = []
         budget = self.config.max_prefill_tokens
@@ -244,7 +254,7 @@ class Scheduler:
         num_decode_steps = 1
         if not chunks and self._can_decode_many(decoding):
             num_decode_steps = self.config.max_decode_steps
-            appends += [self._append_page(s) for s in decoding if self._lacks_page(s, num_decode_steps)]
+            appends += [self._append_page(s) for s in self._lacking_pages(decoding, num_decode_steps)]
         return self._dispatch(decoding, num_decode_steps, chunks, resets, appends)
 
     def update(self, schedule: Schedule, tokens: np.ndarray) -> list[StepEvent]:
@@ -259,10 +269,11 @@ class Scheduler:
         assert self._in_flight and self._in_flight[0] == schedule.step_id, (schedule.step_id, self._in_flight)
         self._in_flight.popleft()
         columns: list[list[int]] = tokens.T.tolist()
-        slots = [(c.slot, c.request) for c in schedule.prefill] + list(schedule.decode)
-        if any(NOT_FINITE in columns[slot] and self._find(request) is None for slot, request in slots):
-            # An ended request went wrong after its end: its pages, unknown by now, are among those in quarantine.
-            self._mark_to_zero(self.page_allocator.writable_quarantined_pages)
+        if (tokens == NOT_FINITE).any():
+            slots = [(chunk.slot, chunk.request) for chunk in schedule.prefill] + list(schedule.decode)
+            if any(NOT_FINITE in columns[slot] and self._find(request) is None for slot, request in slots):
+                # An ended request went wrong after its end: its pages, unknown by now, are among those in quarantine.
+                self._mark_to_zero(self.page_allocator.writable_quarantined_pages)
         self.page_allocator.step_completed(schedule.step_id)
         events = []
         for chunk in schedule.prefill:
@@ -282,18 +293,15 @@ class Scheduler:
     # schedule(): decode
 
     def _restart_outgrown_sequences(self) -> None:
-        """Requeue sequences whose next position lies outside the rope regime of their K/V. Their place in the order
-        stays, so they are the first to be admitted again, as a rule by this same schedule."""
-        for sequence in list(self._running):
-            # A finished bound is no outgrown regime; and a recompute needs all tokens known.
-            if (
-                sequence.is_decoding
-                and sequence.num_remaining_tokens > 0
-                and sequence.num_in_flight_tokens == 0
-                and not self._is_in_regime(sequence, 1)
-            ):
+        """Requeue sequences whose next position lies outside the rope regime of their K/V, once all their tokens are
+        known. Their place in the order stays, so they are the first to be admitted again, as a rule at once."""
+        for sequence in self._decodable():
+            if sequence.num_future_tokens > sequence.regime_tokens and sequence.num_in_flight_tokens == 0:
                 self.stats.num_rope_restarts += 1
                 self._suspend(sequence)
+
+    def _decodable(self) -> list[_Sequence]:
+        return [s for s in self._running if s.is_decoding and s.num_future_tokens < s.request.max_total_tokens]
 
     def _make_room_to_decode(self) -> list[_Sequence] | None:
         """The sequences that decode in this step, each with its pages or with a free page to take. None: not before
@@ -302,11 +310,9 @@ class Scheduler:
         Free and evictable pages go to the oldest. Where they do not suffice, the youngest running sequence is
         preempted; if it is the only one that lacks a page it just sits this step out, keeping what it has.
         """
-        decoding = [
-            s for s in self._running if s.is_decoding and s.num_remaining_tokens > 0 and self._is_in_regime(s, 1)
-        ]
+        decoding = [s for s in self._decodable() if s.num_future_tokens <= s.regime_tokens]
         while True:
-            lacking = [s for s in decoding if self._lacks_page(s, 1)]
+            lacking = self._lacking_pages(decoding, 1)
             num_free_pages = self.page_allocator.num_free_pages
             if len(lacking) <= num_free_pages:
                 return decoding
@@ -325,25 +331,20 @@ class Scheduler:
         """Whether max_decode_steps in one dispatch serve everybody: no running sequence is left out, some need them
         all (all need them if a request waits for a slot), and pages and rope regimes hold out."""
         num_steps = self.config.max_decode_steps
-        if len(decoding) < sum(s.num_remaining_tokens > 0 for s in self._running):
+        if num_steps == 1 or len(decoding) < len(self._decodable()):
             return False
         is_awaited = bool(self._waiting) and not self.config.static_batching
         num_useful = (min if is_awaited else max)(s.num_remaining_tokens for s in decoding)
         return (
             num_useful >= num_steps
-            and all(self._is_in_regime(s, num_steps) for s in decoding)
-            and sum(self._lacks_page(s, num_steps) for s in decoding) <= self.page_allocator.num_free_pages
+            and all(s.end_position(num_steps) <= s.regime_tokens for s in decoding)
+            and len(self._lacking_pages(decoding, num_steps)) <= self.page_allocator.num_free_pages
         )
 
-    def _end_position(self, sequence: _Sequence, num_steps: int) -> int:
-        """Where `num_steps` more decode steps end; they stop at max_total_tokens, whose last token is not computed."""
-        return sequence.request.num_computed_tokens + min(num_steps, sequence.num_remaining_tokens)
-
-    def _is_in_regime(self, sequence: _Sequence, num_steps: int) -> bool:
-        return self._end_position(sequence, num_steps) <= self.config.rope.max_tokens(sequence.request)
-
-    def _lacks_page(self, sequence: _Sequence, num_steps: int) -> bool:
-        return self._end_position(sequence, num_steps) > len(sequence.page_ids) * self.config.page_size
+    def _lacking_pages(self, decoding: list[_Sequence], num_steps: int) -> list[_Sequence]:
+        """Those of `decoding` that need a page more for `num_steps` decode steps; none needs two."""
+        page_size = self.config.page_size
+        return [s for s in decoding if s.end_position(num_steps) > len(s.page_ids) * page_size]
 
     def _append_page(self, sequence: _Sequence) -> PageAppend:
         page_ids = self.page_allocator.try_allocate(1)
@@ -372,7 +373,7 @@ class Scheduler:
         )
         request.num_computed_tokens = stop
         sequence.last_step_id = self._next_step_id
-        sequence.num_in_flight_tokens += samples
+        sequence.num_future_tokens += samples
         sequence.is_decoding = is_last
         num_padded_tokens = -(-(stop - start) // self.config.query_block) * self.config.query_block
         self.stats.num_prefill_tokens += stop - start
@@ -382,18 +383,20 @@ class Scheduler:
     def _try_admit(self, sequence: _Sequence) -> SlotReset | None:
         """Give the first waiting sequence a slot and pages for all its known tokens. None: pages are too few.
 
-        A page for each running sequence that may still grow is left over, so that an admission does not make the
-        next step preempt. With nobody running every page is there, so whatever `add` accepted gets in.
+        Pages for the running sequences to grow into are left over, so that an admission does not make the next
+        step preempt: one each, and twice as many each time this request was preempted. Once that covers all they
+        can still need, no older sequence can push it out again, which bounds preemptions by the logarithm of the
+        longest sequence's pages. With nobody running every page is there, so whatever `add` accepted gets in.
         """
         request = sequence.request
         request.rope_len = self.config.rope.rope_len(request)
+        sequence.regime_tokens = self.config.rope.max_tokens(request)
         match = self._match_prefix(sequence)
         hit_page_ids = [page.page_id for page in match]
         num_new_pages = self.config.num_pages_for(request.num_tokens) - len(match)
         num_taken_pages = num_new_pages + sum(self.page_allocator.is_evictable(page_id) for page_id in hit_page_ids)
-        num_spare_pages = sum(
-            len(s.page_ids) < self.config.num_pages_for(self._num_kv_tokens(s.request)) for s in self._running
-        )
+        max_growth = 1 << request.num_preemptions
+        num_spare_pages = sum(min(s.max_pages - len(s.page_ids), max_growth) for s in self._running)
         if num_taken_pages + num_spare_pages > self.page_allocator.num_free_pages:
             return None
         for page_id in hit_page_ids:
@@ -462,9 +465,8 @@ class Scheduler:
         for sequence in decoding:
             assert sequence.slot is not None
             sequence.last_step_id = step_id
-            num_tokens = min(num_decode_steps, sequence.num_remaining_tokens)
-            sequence.request.num_computed_tokens += num_tokens
-            sequence.num_in_flight_tokens += num_tokens
+            sequence.request.num_computed_tokens = end_position = sequence.end_position(num_decode_steps)
+            sequence.num_future_tokens = end_position + 1
             decode.append((sequence.slot, sequence.request))
         self.stats.num_steps += 1
         if decode:
@@ -503,19 +505,19 @@ class Scheduler:
         """Append what one slot sampled in one step, up to where it stops."""
         request = sequence.request
         num_old_tokens = request.num_output_tokens
-        sequence.num_in_flight_tokens -= len(token_ids)
         stop = None
         error_token_id = None
         for token_id in token_ids:
             if token_id < 0:
                 error_token_id = token_id
                 break
-            sequence.num_confirmed_tokens = request.num_tokens  # the token before it was computed to sample this one
             request.output_token_ids.append(token_id)
             stop = stop_after(request)
             if stop is not None:
                 break
         new_token_ids = tuple(request.output_token_ids[num_old_tokens:])
+        if new_token_ids:
+            sequence.num_confirmed_tokens = request.num_tokens - 1  # to sample the last, all before it were computed
         self.stats.num_output_tokens += len(new_token_ids)
         if error_token_id == NOT_FINITE:
             self._finish_poisoned(sequence)
@@ -532,8 +534,9 @@ class Scheduler:
         """Offer to the prefix cache the full pages whose tokens are known and whose K/V is confirmed."""
         if self.prefix_cache is not None and sequence.chain is not None:
             num_full_pages = sequence.num_confirmed_tokens // self.config.page_size
-            self._extend_chain(self.prefix_cache, sequence, sequence.chain, num_full_pages)
-            self.prefix_cache.publish(sequence.chain, sequence.page_ids, num_full_pages)
+            if num_full_pages > sequence.chain.num_published:
+                self._extend_chain(self.prefix_cache, sequence, sequence.chain, num_full_pages)
+                self.prefix_cache.publish(sequence.chain, sequence.page_ids, num_full_pages)
 
     # Ends of running
 
@@ -609,11 +612,6 @@ class Scheduler:
         sequence = self._sequences.get(request.request_id, {}).get(request.child_index)
         return sequence if sequence is not None and sequence.request is request else None
 
-    @staticmethod
-    def _num_kv_tokens(request: Request) -> int:
-        """Positions ever computed: all but the last token that may be sampled."""
-        return max(request.num_tokens, request.max_total_tokens - 1)
-
     def _unfinished(self) -> Iterator[_Sequence]:
         for children in self._sequences.values():
             yield from children.values()
@@ -640,8 +638,8 @@ class Scheduler:
             num_computed = request.num_computed_tokens
             assert request.status is RequestStatus.RUNNING and sequence.slot is not None
             assert 0 <= sequence.num_confirmed_tokens <= num_computed <= len(sequence.page_ids) * config.page_size
-            assert num_computed <= self.config.rope.max_tokens(request)
-            assert sequence.num_future_tokens <= request.max_total_tokens
+            assert num_computed <= sequence.regime_tokens == config.rope.max_tokens(request)
+            assert request.num_tokens <= sequence.num_future_tokens <= request.max_total_tokens
             if sequence.is_decoding and request.max_total_tokens > request.num_prompt_tokens:
                 assert num_computed == sequence.num_future_tokens - 1
             if not self._in_flight:

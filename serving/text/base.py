@@ -47,7 +47,7 @@ class BaseTokenizer(ABC):
         space_prefix: SpacePrefix = "never",
         strips_space: bool = False,
     ):
-        """`special`: control tokens, in text only where allowed. `always_special`: text that is always its token.
+        """`special`: control tokens, read from text only where allowed. `always_special`: read from any text.
 
         `strips_space`: encoding puts a space before a whole text, here or in the library, and decoding removes it.
         """
@@ -60,7 +60,7 @@ class BaseTokenizer(ABC):
         self.chat_template = info.chat_template
         self.named_chat_templates = dict(info.named_chat_templates)
         self.special_token_texts = {token.text: token.token_id for token in special}
-        self.special_token_ids = frozenset(token.token_id for token in special)
+        self.special_token_ids = frozenset(token.token_id for token in special if not token.visible)
         self._info = info
         self._special_text = {token.token_id: token.text for token in special}
         self._always_text = {token.token_id: token.text for token in always_special}
@@ -85,7 +85,8 @@ class BaseTokenizer(ABC):
 
         add_special_tokens puts the tokens before and after that the model was trained with (usually BOS), unless
         the text already begins (ends) with them. allow_special_text reads the text of control tokens as those
-        tokens; otherwise it is ordinary text. Halves of surrogate pairs, which are no text, become U+FFFD.
+        tokens; otherwise it is ordinary text. Halves of surrogate pairs, which are no text, become U+FFFD. Raises
+        TokenizerError for a character that a broken vocabulary has no token for.
         """
         text = _well_formed(text)
         splitter = self._special_splitter if allow_special_text else self._always_splitter
@@ -137,7 +138,8 @@ class BaseTokenizer(ABC):
         """
         special_text = self._special_text.get(token_id)
         if special_text is not None:
-            return b"" if skip_special_tokens else special_text.encode()
+            is_skipped = skip_special_tokens and token_id in self.special_token_ids
+            return b"" if is_skipped else special_text.encode()
         always_text = self._always_text.get(token_id)
         if always_text is not None:
             return always_text.encode()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from serving.text.base import BaseTokenizer, SpacePrefix, TokenizerError, TokenizerInfo
-from serving.text.library_tokenizer import LibraryTokenizer, Spelling
+from serving.text.library_tokenizer import LibraryTokenizer, Spelling, library_errors
 from serving.text.sentencepiece_tokenizer import SentencePieceTokenizer, load_processor
 from serving.text.special_text import SpecialToken, looks_special
 
-MAX_JSON_BYTES = 64 * 2**20  # of the files beside the vocabulary
+MAX_VOCABULARY_BYTES = 512 * 2**20  # of tokenizer.json or tokenizer.model
+MAX_JSON_BYTES = 64 * 2**20  # of the files beside it
 MAX_TEMPLATE_CHARS = 2**20  # longer chat templates are cut here, and then refused where they are used
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OTHER_FORMS = ("tekken.json", "vocab.json", "merges.txt", "spiece.model", "vocab.txt", "qwen.tiktoken")
@@ -52,10 +54,9 @@ class _SideFiles:
             raise TokenizerError(f"tokenizer_config.json {key} must be true or false, got {value!r}")
         return value
 
-    def is_special(self, token: SpecialToken) -> bool:
-        return (
-            token.text in self.special_tokens.values() or token.text in self.other_special or looks_special(token.text)
-        )
+    def names(self, token: SpecialToken) -> bool:
+        """Whether the token has a special part by name: bos_token, additional_special_tokens, ..."""
+        return token.text in self.special_tokens.values() or token.text in self.other_special
 
     def info(self, token_ids: Mapping[str, int], prefix: tuple[int, ...], suffix: tuple[int, ...]) -> TokenizerInfo:
         """`token_ids`: of the texts of bos_token and eos_token; `prefix`, `suffix`: where the files do not say."""
@@ -87,18 +88,17 @@ class _SideFiles:
         """By id, the tokens that the files add to the vocabulary, each with whether it is flagged as special."""
         added: dict[int, tuple[SpecialToken, bool]] = {}
         for text, token_id in _read_json(self.folder / "added_tokens.json").items():
-            _check_id("added_tokens.json", text, token_id)
-            added[token_id] = (SpecialToken(token_id=token_id, text=text), False)
+            token = _added_token("added_tokens.json", text, token_id)
+            added[token.token_id] = (token, False)
         decoder = self.config.get("added_tokens_decoder") or {}
         if not isinstance(decoder, dict):
             raise TokenizerError("tokenizer_config.json added_tokens_decoder must be an object")
         for key, entry in decoder.items():
-            text = _token_text("added_tokens_decoder", entry)
-            token_id = int(key) if key.isascii() and key.isdecimal() else None
-            _check_id("tokenizer_config.json added_tokens_decoder", text, token_id)
-            assert text is not None and token_id is not None
+            entry = entry if isinstance(entry, dict) else {}
             flags = {name: entry.get(name) is True for name in ("lstrip", "rstrip", "single_word")}
-            added[token_id] = (SpecialToken(token_id=token_id, text=text, **flags), entry.get("special") is True)
+            token_id = int(key) if key.isascii() and key.isdecimal() else key
+            token = _added_token("tokenizer_config.json added_tokens_decoder", entry.get("content"), token_id, **flags)
+            added[token.token_id] = (token, entry.get("special") is True)
         return added
 
     def _chat_templates(self) -> tuple[str | None, dict[str, str]]:
@@ -130,12 +130,10 @@ def _from_library_file(files: _SideFiles) -> LibraryTokenizer:
     import tokenizers
 
     path = files.folder / "tokenizer.json"
-    try:
+    _check_size(path, MAX_VOCABULARY_BYTES)
+    unusable = f"{path}: not a tokenizer that can be used"
+    with library_errors(unusable):
         library = tokenizers.Tokenizer.from_file(str(path))
-    except BaseException as error:  # the library raises bare Exception, and PanicException on some broken files
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise TokenizerError(f"{path}: not a tokenizer that can be used: {error}") from error
     for token_id, (token, _) in sorted(files.added.items()):
         if library.token_to_id(token.text) is None:
             library.add_tokens([tokenizers.AddedToken(token.text, normalized=False)])
@@ -153,20 +151,22 @@ def _from_library_file(files: _SideFiles) -> LibraryTokenizer:
             rstrip=entry.rstrip,
             single_word=entry.single_word,
         )
-        if entry.special or entry.content in flagged or files.is_special(token):
-            special.append(token)
+        is_flagged = entry.special or entry.content in flagged or files.names(token)
+        if is_flagged or looks_special(token.text):
+            special.append(replace(token, visible=not is_flagged))
             if not entry.special:  # so that the library no longer finds it in ordinary text
                 library.add_special_tokens([tokenizers.AddedToken(entry.content, special=True, normalized=False)])
         else:
             added.append(token)
     known = {token.text for token in special}
     for text in (*files.special_tokens.values(), *files.other_special):
-        token_id = library.token_to_id(text)
-        if token_id is not None and text not in known:  # in the model's own vocabulary, named special beside it
+        named_id = library.token_to_id(text)
+        if named_id is not None and text not in known:  # in the model's own vocabulary, named special beside it
             known.add(text)
-            special.append(SpecialToken(token_id=token_id, text=text))
+            special.append(SpecialToken(token_id=named_id, text=text))
     vocabulary = library.get_vocab(with_added_tokens=True)
-    prefix, suffix = _affixes(library)
+    with library_errors(unusable):
+        prefix, suffix = _affixes(library)
     spelling, strips_space = _spelling(library, path)
     return LibraryTokenizer(
         library,
@@ -238,6 +238,7 @@ def _flat(state: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 def _from_sentencepiece_file(files: _SideFiles) -> SentencePieceTokenizer:
     path = files.folder / "tokenizer.model"
+    _check_size(path, MAX_VOCABULARY_BYTES)
     proto = path.read_bytes()
     as_trained = load_processor(proto, str(path))
     if "▁▁" not in "".join(as_trained.encode("a  b", out_type=str)):
@@ -245,7 +246,10 @@ def _from_sentencepiece_file(files: _SideFiles) -> SentencePieceTokenizer:
     adds_space = as_trained.encode("a", out_type=str)[0].startswith("▁") and files.flag("add_prefix_space") is not False
     # A field that a protocol buffer holds twice takes the later value: normalizer_spec {add_dummy_prefix: false}.
     processor = load_processor(proto + b"\x1a\x02\x18\x00", str(path))
-    pieces = {processor.id_to_piece(token_id): token_id for token_id in range(processor.get_piece_size())}
+    try:
+        pieces = {processor.id_to_piece(token_id): token_id for token_id in range(processor.get_piece_size())}
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path}: a piece is not UTF-8: {error}") from error
     special = {
         token_id: SpecialToken(token_id=token_id, text=text)
         for text, token_id in pieces.items()
@@ -256,8 +260,11 @@ def _from_sentencepiece_file(files: _SideFiles) -> SentencePieceTokenizer:
     }
     always: dict[int, SpecialToken] = {}
     for token_id, (token, is_special) in files.added.items():
-        target = special if is_special or files.is_special(token) or token_id in special else always
-        target[token_id] = token
+        is_flagged = is_special or files.names(token) or token_id in special
+        if is_flagged or looks_special(token.text):
+            special[token_id] = replace(token, visible=not is_flagged)
+        else:
+            always[token_id] = token
     bos = processor.bos_id()
     return SentencePieceTokenizer(
         processor,
@@ -272,11 +279,16 @@ def _from_sentencepiece_file(files: _SideFiles) -> SentencePieceTokenizer:
     )
 
 
+def _check_size(path: Path, limit: int) -> None:
+    size = path.stat().st_size
+    if size > limit:
+        raise TokenizerError(f"{path} has {size} bytes; at most {limit} are accepted")
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise TokenizerError(f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON_BYTES} are accepted")
+    _check_size(path, MAX_JSON_BYTES)
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -295,6 +307,9 @@ def _token_text(key: str, value: Any) -> str | None:
     return value
 
 
-def _check_id(source: str, text: str | None, token_id: object) -> None:
-    if not text or isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
-        raise TokenizerError(f"{source} must map texts to ids, got {text!r} and {token_id!r}")
+def _added_token(source: str, text: object, token_id: object, **flags: bool) -> SpecialToken:
+    is_id = isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < 2**31
+    if not isinstance(text, str) or not text or not is_id:
+        raise TokenizerError(f"{source} must give texts and ids of tokens, got {text!r} and {token_id!r}")
+    assert isinstance(token_id, int)  # is_id
+    return SpecialToken(token_id=token_id, text=text, **flags)

@@ -5,12 +5,13 @@ Where a file leaves something unsaid, the rule is llama.cpp's, whose converters 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from serving.text.base import BaseTokenizer, TokenizerError, TokenizerInfo
-from serving.text.library_tokenizer import LibraryTokenizer
+from serving.text.library_tokenizer import LibraryTokenizer, library_errors
 from serving.text.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from serving.text.sentencepiece_tokenizer import (
     BYTE,
@@ -69,8 +70,7 @@ class _Vocabulary:
         if len(set(self.tokens)) != len(self.tokens):
             twice = next(token for token, count in Counter(self.tokens).items() if count > 1)
             raise TokenizerError(f"tokenizer.ggml.tokens holds {twice!r} twice")
-        types = self.get("token_type")
-        self.types = [NORMAL] * len(self.tokens) if types is None else [int(value) for value in types]
+        self.types = [int(value) for value in self.numbers("token_type") or [NORMAL] * len(self.tokens)]
         if len(self.types) != len(self.tokens) or not set(self.types) <= set(range(NORMAL, BYTE + 1)):
             raise TokenizerError(
                 f"tokenizer.ggml.token_type must hold a type from {NORMAL} to {BYTE} for each of {len(self.tokens)} tokens"
@@ -89,6 +89,16 @@ class _Vocabulary:
             raise TokenizerError(f"tokenizer.ggml.{key} must be a list of strings")
         return values
 
+    def numbers(self, key: str) -> list[float]:
+        values = self.get(key)
+        values = [] if values is None else list(values)
+        try:
+            if all(map(math.isfinite, values)):
+                return values
+        except TypeError:
+            pass
+        raise TokenizerError(f"tokenizer.ggml.{key} must be a list of finite numbers")
+
     def flag(self, key: str, *, default: bool) -> bool:
         value = self.get(key)
         if value is None:
@@ -101,14 +111,14 @@ class _Vocabulary:
         value = self.get(f"{key}_token_id")
         if value is None:
             return default if default is not None and default < len(self.tokens) else None
-        if isinstance(value, bool) or not 0 <= int(value) < len(self.tokens):
+        if isinstance(value, bool | str | list) or not 0 <= int(value) < len(self.tokens):
             raise TokenizerError(f"tokenizer.ggml.{key}_token_id={value!r} is outside the {len(self.tokens)} tokens")
         return int(value)
 
     def special(self, *, rstrip: Callable[[str], bool] = lambda text: False) -> list[SpecialToken]:
         """Control and unknown tokens, and user-defined ones that are control tokens by their look."""
         return [
-            SpecialToken(token_id=token_id, text=text, rstrip=rstrip(text))
+            SpecialToken(token_id=token_id, text=text, rstrip=rstrip(text), visible=token_type == USER_DEFINED)
             for token_id, (text, token_type) in enumerate(zip(self.tokens, self.types, strict=True))
             if token_type in (CONTROL, UNKNOWN) or (token_type == USER_DEFINED and looks_special(text))
         ]
@@ -185,7 +195,7 @@ def _library_bpe(
     vocabulary: dict[str, int], merges: list[str], pre_tokenizer: PreTokenizer, added: Iterable[SpecialToken]
 ) -> Any:
     import tokenizers
-    from tokenizers import models, normalizers, pre_tokenizers
+    from tokenizers import models, normalizers
 
     pairs = []
     for merge in merges:
@@ -195,25 +205,20 @@ def _library_bpe(
         pairs.append((left, right))
     if not pairs:
         raise TokenizerError("tokenizer.ggml.merges is missing or empty")
-    try:
+    with library_errors("tokenizer.ggml.tokens and merges make no BPE vocabulary"):
         model = models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre_tokenizer.ignore_merges)
-    except Exception as error:  # the library raises bare Exception
-        raise TokenizerError(f"tokenizer.ggml.tokens and merges make no BPE vocabulary: {error}") from error
     library = tokenizers.Tokenizer(model)
     if pre_tokenizer.nfc:
         library.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(tokenizers.Regex(split), "isolated") for split in pre_tokenizer.splits]
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    library.pre_tokenizer = pre_tokenizer.build()
     library.add_tokens([tokenizers.AddedToken(token.text, normalized=False, special=False) for token in added])
     return library
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
     tokens, types = vocabulary.tokens, vocabulary.types
-    scores = vocabulary.get("scores")
-    if scores is None or len(scores) != len(tokens):
+    scores = vocabulary.numbers("scores")
+    if len(scores) != len(tokens):
         raise TokenizerError(f"tokenizer.ggml.scores must hold a number for each of {len(tokens)} tokens")
     ids = {
         "bos": vocabulary.token_id("bos", default=1),

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from serving.text import byte_level
-from serving.text.base import BaseTokenizer, SpacePrefix, TokenizerInfo
+from serving.text.base import BaseTokenizer, SpacePrefix, TokenizerError, TokenizerInfo
 from serving.text.sentencepiece_tokenizer import piece_bytes
 from serving.text.special_text import SpecialToken
 
 # How the vocabulary spells bytes: in GPT-2's alphabet, or as UTF-8 with "▁" for a space and <0x..> for single bytes.
 Spelling = Literal["byte_level", "sentencepiece"]
+
+
+@contextlib.contextmanager
+def library_errors(reason: str) -> Iterator[None]:
+    """Turns what the library raises (bare Exception, PanicException on some broken files) into TokenizerError."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{reason}: {error}") from error
 
 
 class LibraryTokenizer(BaseTokenizer):
@@ -41,7 +53,8 @@ class LibraryTokenizer(BaseTokenizer):
         self._added_text = {token.token_id: token.text for token in added}
 
     def _encode_text(self, text: str) -> list[int]:
-        token_ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        with library_errors("text that this vocabulary cannot encode"):
+            token_ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
         return token_ids
 
     def _text_bytes(self, token_id: int) -> bytes:

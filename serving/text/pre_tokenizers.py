@@ -9,6 +9,7 @@ quietly (digits, accents, runs of spaces), so a tag that is not here is refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,14 @@ class PreTokenizer:
     nfc: bool = False  # text is brought into Unicode normal form C first
     ignore_merges: bool = False  # a word that is in the vocabulary is one token, whatever the merges say
     add_bos: bool = False  # where the file does not say
+
+    def build(self) -> Any:
+        """The `tokenizers` pre-tokenizer: splits text, and spells it in the byte-level alphabet."""
+        import tokenizers
+        from tokenizers import pre_tokenizers
+
+        splits = [pre_tokenizers.Split(tokenizers.Regex(split), "isolated") for split in self.splits]
+        return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

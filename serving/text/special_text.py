@@ -15,6 +15,7 @@ class SpecialToken:
 
     token_id: int
     text: str
+    visible: bool = False  # a marker that belongs to decoded text
     lstrip: bool = False
     rstrip: bool = False
     single_word: bool = False  # not inside a word

@@ -1,19 +1,14 @@
-"""Eight CPU devices, and small models written by the safetensors and gguf libraries."""
+"""Small models written by the safetensors and gguf libraries, and what to do with them."""
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    # read when JAX makes its first device, which no import does
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 import pytest
@@ -50,6 +45,66 @@ def load() -> Callable[..., dict[str, Any]]:
         return source.load_params(specs, shardings, shards, progress)
 
     return load
+
+
+NUM_QUERIES, PAGE_SIZE = 128, 16  # tokens of one call: one program serves all prompts
+
+
+@functools.cache
+def log_probs_program(config: Any, shards: int) -> Any:
+    """A compiled function (params, token_ids [NUM_QUERIES], number of them) -> log-probs [NUM_QUERIES, V padded]."""
+    import jax
+    import jax.numpy as jnp
+
+    from configs.engine import MeshConfig
+    from layers import decoder
+    from layers.step_inputs import AttentionRows, StepInputs
+    from sharding.mesh import make_mesh
+
+    num_pages = NUM_QUERIES // PAGE_SIZE
+    bind = decoder.bind(config, jnp.float32, shards)
+    kv_cache = decoder.make_kv_cache(
+        config,
+        num_pages=1 + num_pages,
+        page_size=PAGE_SIZE,
+        dtype=jnp.float32,
+        tensor_shards=shards,
+        mesh=make_mesh(MeshConfig(tensor=shards)),
+    )
+
+    @jax.jit
+    def run(params: Any, kv_cache: Any, inputs: StepInputs) -> jax.Array:
+        model = bind(params)
+        return jax.nn.log_softmax(decoder.logits(model, decoder.forward(model, kv_cache, inputs)[1]))
+
+    def call(params: Any, token_ids: list[int]) -> np.ndarray:
+        lengths = np.array([len(token_ids)], np.int32)
+        rows = AttentionRows(
+            page_table=np.arange(1, 1 + num_pages, dtype=np.int32)[None],
+            starts=np.zeros(1, np.int32),
+            lengths=lengths,
+            rope_lens=lengths,
+            num_queries=NUM_QUERIES,
+        )
+        padded = np.zeros(NUM_QUERIES, np.int32)
+        padded[: len(token_ids)] = token_ids
+        return np.asarray(run(params, kv_cache, StepInputs(token_ids=padded, rows=(rows,))))[: len(token_ids)]
+
+    return call
+
+
+@pytest.fixture
+def log_probs(load: Callable[..., dict[str, Any]]) -> Callable[..., list[np.ndarray]]:
+    """log_probs(source or src, prompts, shards=1) -> for each prompt float32 [tokens, V padded]."""
+    from checkpoints.source import ModelSource, open_source
+
+    def log_probs(src: str | Path | ModelSource, prompts: list[list[int]], shards: int = 1) -> list[np.ndarray]:
+        source = src if isinstance(src, ModelSource) else open_source(str(src))
+        program = log_probs_program(source.model_config, shards)
+        params = load(source, shards)
+        return [program(params, prompt) for prompt in prompts]
+
+    return log_probs
 
 
 LLAMA = {
@@ -106,9 +161,7 @@ def llama_tensors(config: dict[str, Any], rng: np.random.Generator) -> dict[str,
     return tensors
 
 
-def write_folder(
-    folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], num_shards: int = 1
-) -> Path:
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], num_shards: int = 1) -> Path:
     """A Hugging Face folder, written by the safetensors library."""
     from safetensors.numpy import save_file
 
@@ -145,8 +198,10 @@ GGUF_NAMES = {
 
 def permute_for_interleaved_rope(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """The row order of `llama` GGUFs, as llama.cpp's convert_hf_to_gguf.py makes it."""
-    return weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(
-        weight.shape
+    return (
+        weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(weight.shape)
     )
 
 

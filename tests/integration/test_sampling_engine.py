@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -82,7 +82,7 @@ def test_draws_follow_the_distribution(tiny_llm):
     ("fields", "rule"),
     [
         ({"top_k": 3}, lambda ps: sorted(ps.values())[-3]),
-        ({"min_p": 0.7}, lambda ps: 0.7 * max(ps.values())),
+        ({"min_p": 0.9}, lambda ps: 0.9 * max(ps.values())),
         ({"top_p": 0.05}, lambda ps: _top_p_bound(ps, 0.05)),
     ],
     ids=["top_k", "min_p", "top_p"],
@@ -176,10 +176,11 @@ def test_a_row_that_is_not_finite_ends_its_own_request_only(tiny_llm):
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, banned_token_ids=(300,))
     expected = [o.outputs[0].token_ids for o in generate(tiny_llm, good, params)]
     weights = runner.params["embed/weight"]
-    runner.params["embed/weight"] = weights.at[300].set(jnp.nan)
     try:
-        for value in (jnp.nan, jnp.inf):
-            runner.params["embed/weight"] = weights.at[300].set(value)
+        for value in (np.nan, np.inf):
+            poisoned = np.array(weights)
+            poisoned[300] = value
+            runner.params["embed/weight"] = jax.device_put(poisoned, weights.sharding)
             outputs = generate(tiny_llm, [*good[:3], [5, 300, 6], *good[3:]], params)
             bad = outputs.pop(3).outputs[0]
             assert str(bad.finish_reason) == "error" and "not finite" in bad.error and bad.token_ids == []

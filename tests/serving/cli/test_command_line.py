@@ -23,6 +23,7 @@ from serving.request import (
     SamplingParams,
     TokenLogprob,
 )
+from serving.text.base import TokenizerError
 
 
 class EchoLLM:
@@ -34,10 +35,6 @@ class EchoLLM:
         self.model, self.engine_config, self.mesh_config = model, engine_config, mesh_config
         self.calls: list[tuple[dict[str, Any], SamplingParams]] = []
         EchoLLM.made.append(self)
-
-    @classmethod
-    def plan(cls, model: str, *, engine_config: EngineConfig, mesh_config: MeshConfig) -> str:
-        return f"plan of {model} with {engine_config.num_pages} pages on {mesh_config.num_devices} devices"
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
         return SamplingParams(**{"top_p": 0.75, **given})
@@ -354,7 +351,14 @@ def test_a_request_that_failed_is_in_the_output_and_in_the_exit_status(capsys, t
     assert f"1 of 2 prompts failed: {file} line 2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [CheckpointError("model.safetensors: header\nis short"), OSError(5, "lost", "disk")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        CheckpointError("model.safetensors: header\nis short"),
+        TokenizerError("tokenizer.json: has no vocabulary"),
+        OSError(5, "lost", "disk"),
+    ],
+)
 def test_a_model_that_cannot_be_opened_ends_in_one_line_and_debug_shows_where(capsys, error):
     def broken_llm(*args: Any, **kwargs: Any) -> None:
         raise error
@@ -391,12 +395,6 @@ def test_print_config_prints_what_is_in_force_and_builds_nothing(capsys):
     assert EchoLLM.made == []
 
 
-def test_a_dry_run_prints_the_plan_and_builds_nothing(capsys):
-    assert run("generate", "--model", "m", "--dry_run", "--num_pages=7", "--tensor_parallel_size=2") == 0
-    assert capsys.readouterr().out == "plan of m with 7 pages on 2 devices\n"
-    assert EchoLLM.made == []
-
-
 def test_flags_may_come_from_a_file_as_absl_reads_it(tmp_path):
     flagfile = tmp_path / "flags"
     flagfile.write_text("--model=m\n--max_tokens=2\n")
@@ -426,3 +424,9 @@ def test_the_package_runs_as_a_module():
     done = subprocess.run([sys.executable, "-m", "serving", "frob"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("headrace: error: ") and done.stderr.count("\n") == 1
+
+
+def test_convert_refuses_what_is_no_model_and_what_would_overwrite(capsys, tmp_path):
+    assert_refused(capsys, run("convert", str(tmp_path / "nothing"), str(tmp_path / "new")), "nothing")
+    assert_refused(capsys, run("convert", str(tmp_path / "nothing"), str(tmp_path)), str(tmp_path), "exists already")
+    assert_refused(capsys, run("convert", "a", "b", "--dtype", "float16"), "--dtype", "float16")

@@ -84,7 +84,6 @@ class FakeRunner:
         self.page_is_nan = np.zeros(config.num_pages, bool)
         self.poison_after: dict[tuple[str, int], int] = {}  # (request id, child) -> output tokens before NaN
         self.written_pages: dict[int, set[int]] = {}  # step id -> pages it wrote
-        self.max_unused_page_tokens = 0
 
     def run(self, schedule: Schedule) -> np.ndarray:
         config = self.config
@@ -179,6 +178,7 @@ class Engine:
 
     config: SchedulerConfig
     depth: int = 1
+    check_interval: int = 1  # schedules and updates between two integrity checks, which read every page
     scheduler: Scheduler = field(init=False)
     runner: FakeRunner = field(init=False)
 
@@ -191,6 +191,12 @@ class Engine:
         self.finish_after: dict[tuple[str, int], int] = {}  # a stop string seen after so many output tokens
         self.schedules: list[Schedule] = []
         self.max_unused_page_tokens = 0
+        self.num_changes = 0
+
+    def check_integrity(self) -> None:
+        self.num_changes += 1
+        if self.num_changes % self.check_interval == 0:
+            self.scheduler.check_integrity()
 
     def add(self, request: Request) -> Request:
         self.scheduler.add(request)
@@ -214,14 +220,14 @@ class Engine:
             if limit is not None and len(stream) >= limit:
                 self.scheduler.finish(request, FinishReason.STOP, "stop string")
                 del stream[limit:]
-        self.scheduler.check_integrity()
+        self.check_integrity()
         return events
 
     def step(self) -> bool:
         """Schedule and dispatch a step, read the one before. False: nothing left to do."""
         scheduler = self.scheduler
         schedule = scheduler.schedule()
-        scheduler.check_integrity()
+        self.check_integrity()
         if schedule is None:
             assert scheduler.needs_drain == bool(self.in_flight)
             if not self.in_flight:
@@ -262,10 +268,13 @@ class Engine:
         new_pages = {page_id for reset in schedule.resets for page_id in reset.page_ids}
         new_pages |= {append.page_id for append in schedule.page_appends}
         for running, _ in self.in_flight:
-            assert not new_pages & self.runner.written_pages[running.step_id], "a step in flight writes a page given out"
+            assert not new_pages & self.runner.written_pages[running.step_id], (
+                "a step in flight writes a page given out"
+            )
 
     def check_idle(self) -> None:
         scheduler = self.scheduler
+        scheduler.check_integrity()
         assert not scheduler.has_work() and scheduler.num_running == scheduler.num_waiting == 0
         assert scheduler.page_allocator.num_free_pages == self.config.num_pages - 1
         assert scheduler.page_allocator.num_quarantined_pages == scheduler.page_allocator.num_held_pages == 0

@@ -13,8 +13,7 @@ NUM_REQUESTS = 60
 def random_engine(tools, rng, **changes):
     """An engine of random small sizes: tiny pools, so that preemption, eviction and stalls happen all the time."""
     page_size = changes.pop("page_size", None) or rng.choice([1, 4, 16, 64])
-    max_model_len = rng.choice([page_size * 2 + 3, page_size * 4, 96])
-    max_model_len = max(max_model_len, 24)
+    max_model_len = changes.get("max_model_len") or max(24, rng.choice([page_size * 2 + 3, page_size * 4, 96]))
     min_pages = -(-(max_model_len - 1) // page_size) + 1  # one longest sequence and the null page
     query_block = rng.choice([1, 4, 8])
     values = {
@@ -86,8 +85,57 @@ def drive(tools, rng, engine, *, num_requests=NUM_REQUESTS, with_faults=True):
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
-@pytest.mark.parametrize("trial", range(10))
+@pytest.mark.parametrize("trial", range(6))
 def test_outputs_in_random_company_equal_solo_outputs(tools, rng, page_size, trial):
     engine = random_engine(tools, rng, page_size=page_size)
-    print(engine.config, engine.depth)
+    print(engine.config, "depth", engine.depth)
     drive(tools, rng, engine)
+
+
+@pytest.mark.parametrize("rope_type", ["longrope_limit", "dynamic_limit"])
+@pytest.mark.parametrize("trial", range(4))
+def test_outputs_equal_solo_outputs_where_keys_depend_on_the_length(tools, rng, rope_type, trial):
+    engine = random_engine(tools, rng, rope=RopeRegime(**{rope_type: rng.randint(1, 60)}))
+    print(engine.config, "depth", engine.depth)
+    drive(tools, rng, engine)
+
+
+@pytest.mark.parametrize("trial", range(2))
+def test_outputs_equal_solo_outputs_in_static_batches(tools, rng, trial):
+    engine = random_engine(tools, rng, static_batching=True)
+    print(engine.config, "depth", engine.depth)
+    drive(tools, rng, engine)
+
+
+def test_under_memory_pressure_every_request_gets_its_solo_output(tools, rng):
+    """A pool of one or two longest sequences, eight slots, long outputs, shared prefixes: preemption all the time."""
+    num_preemptions = num_requests = 0
+    for page_size, max_decode_steps in ((4, 1), (4, 4), (16, 8), (1, 1)):
+        min_pages = 96 // page_size + 1
+        engine = random_engine(
+            tools,
+            rng,
+            page_size=page_size,
+            num_pages=min_pages + rng.randint(0, min_pages),
+            max_num_seqs=8,
+            max_model_len=96,
+            max_decode_steps=max_decode_steps,
+            query_block=4,
+            prefill_token_buckets=(32,),
+        )
+        print(engine.config, "depth", engine.depth)
+        prefixes = [tools.random_prompt(rng, 20) for _ in range(4)]
+        for index in range(40):
+            prompt = [*rng.choice(prefixes)[: rng.randint(0, 20)], *tools.random_prompt(rng, rng.randint(1, 10))]
+            max_tokens = rng.randint(30, 60)
+            engine.add(tools.make_request(f"r{index}", prompt, max_tokens, max_model_len=96, seed=index))
+            for _ in range(rng.randint(0, 4)):
+                engine.step()
+        engine.run()
+        engine.check_outputs()
+        most = max(request.num_preemptions for request in engine.requests.values())
+        print("preemptions", engine.scheduler.stats.num_preemptions, "most of one request", most)
+        num_preemptions += engine.scheduler.stats.num_preemptions
+        num_requests += len(engine.requests)
+    # Enough for the run to mean something: at least five in a hundred requests.
+    assert num_preemptions >= num_requests // 20
