@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from absl import logging
 from checkpoints.errors import CheckpointError
 from configs.checks import ConfigError
 from configs.load import config_text
+from configs.run import Configs
 from serving import bench
 from serving.cli.generate import run_generate
 from serving.cli.parser import UsageError, build_parser, configs_from, rewrite_gin_sugar
@@ -53,13 +55,12 @@ def _run(args: argparse.Namespace, llm_factory: Any) -> int:
     if args.print_config:
         print(config_text(configs))
         return 0
-    logging.info("configuration:\n%s", config_text(configs))
+    source = configs.run.model_source
+    make_llm = functools.partial(_make_llm, source, configs, llm_factory)
     if args.command == "bench":
-        source = configs.run.model_source
-        llm = _llm_class(llm_factory)(source, engine_config=configs.engine, mesh_config=configs.mesh)
-        bench.run(llm, args, source)
+        bench.run(make_llm(), args, source)
         return 0
-    return run_generate(args, configs, lambda: _llm_class(llm_factory))
+    return run_generate(args, make_llm)
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -71,12 +72,17 @@ def _convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def _llm_class(llm_factory: Any) -> Any:
-    if llm_factory is not None:
-        return llm_factory
-    from serving.llm import LLM  # imports JAX, which takes seconds: a refusal should not wait for it
+def _make_llm(source: str, configs: Configs, llm_factory: Any) -> Any:
+    """An engine that is ready; says on stderr which settings it has that are not the defaults."""
+    if llm_factory is None:
+        from serving.llm import LLM  # imports JAX, which takes seconds: a refusal should not wait for it
 
-    return LLM
+        llm_factory = LLM
+    llm = llm_factory(source, engine_config=configs.engine, mesh_config=configs.mesh)
+    defaults = config_text(Configs()).splitlines()
+    settings = [line for line in config_text(configs).splitlines() if line not in defaults]
+    print(f"settings beside the defaults: {', '.join(settings)}", file=sys.stderr)
+    return llm
 
 
 def _one_line(error: Exception) -> str:

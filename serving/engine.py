@@ -32,6 +32,7 @@ from serving.request import (
 )
 from serving.scheduling.config import RopeRegime, SchedulerConfig
 from serving.scheduling.scheduler import Scheduler, StepEvent
+from serving.text.base import TokenizerError
 from serving.text.detokenizer import IncrementalDetokenizer
 from serving.text.generation_config import default_fields, eos_token_ids
 from serving.text.tokenizer import Tokenizer, load_tokenizer
@@ -211,10 +212,17 @@ class Engine:
         return request_id
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a raw text prompt, with the model's BOS where it has one. Raises RequestError."""
+        """Token ids of a raw text prompt, with the model's BOS where it has one. Raises RequestError.
+
+        The text of control tokens counts as those tokens: a raw prompt is whole in its sender's hands, and may
+        spell out a chat template (a message inside a chat may not, see `serving.text.chat_template`).
+        """
         if self.tokenizer is None:
             raise RequestError("prompt", "is text, and this model has no tokenizer: give prompt_token_ids")
-        token_ids = self.tokenizer.encode(text, add_special_tokens=True)
+        try:
+            token_ids = self.tokenizer.encode(text, add_special_tokens=True, allow_special_text=True)
+        except TokenizerError as error:
+            raise RequestError("prompt", f"cannot be encoded: {error}") from error
         if not token_ids:
             raise RequestError("prompt", f"{text[:80]!r} is empty once encoded, and this tokenizer adds no BOS")
         return token_ids

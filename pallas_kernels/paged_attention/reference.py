@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-MASKED_SCORE = -1e30  # finite, so that exp(MASKED_SCORE - MASKED_SCORE) is 1 and not NaN
+# A masked score lies so far below the lowest running maximum that its probability is exactly 0, also in a block
+# where a row sees nothing; both are finite, since inf - inf is NaN.
+MASKED_SCORE = -1e38
+LOWEST_MAX = -1e30
 
 
 def paged_attention(
@@ -61,7 +64,6 @@ def paged_attention(
         is_seen_RQS = key_S <= last_RQ[:, :, None]
         if sliding_window is not None:
             is_seen_RQS &= key_S > last_RQ[:, :, None] - sliding_window
-        is_seen = is_seen_RQS[:, None, :, None, :]
         # Pool values that nobody wrote may be NaN, and 0 * NaN is NaN: V is masked as well as the scores.
         is_key_RS = (key_S >= first_R[:, None]) & (key_S < end_R[:, None])
         v_RKSH = jnp.where(is_key_RS[:, None, :, None], v_RKSH, 0)
@@ -71,9 +73,9 @@ def paged_attention(
         )
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        scores = jnp.where(is_seen, scores, MASKED_SCORE)
+        scores = jnp.where(is_seen_RQS[:, None, :, None, :], scores, MASKED_SCORE)
         new_max_RKQG = jnp.maximum(max_RKQG, scores.max(axis=-1))
-        probs = jnp.where(is_seen, jnp.exp(scores - new_max_RKQG[..., None]), 0.0)
+        probs = jnp.exp(scores - new_max_RKQG[..., None])
         rescale_RKQG = jnp.exp(max_RKQG - new_max_RKQG)
         weighted = jnp.einsum(
             "rkqgs,rksh->rkqgh",
@@ -90,7 +92,7 @@ def paged_attention(
 
     heads = (num_rows, num_kv_heads, num_queries, num_groups)
     state = (
-        jnp.full(heads, MASKED_SCORE, jnp.float32),
+        jnp.full(heads, LOWEST_MAX, jnp.float32),
         jnp.zeros(heads, jnp.float32),
         jnp.zeros((*heads, head_dim), jnp.float32),
     )

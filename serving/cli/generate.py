@@ -12,18 +12,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from configs.run import Configs
 from serving.cli.flags import given_fields
 from serving.cli.parser import UsageError
 from serving.cli.prompts import PromptLine, read_prompts, single_prompt
 from serving.request import CompletionOutput, FinishReason, RequestError, RequestOutput, SamplingParams, TokenLogprob
 
 
-def run_generate(args: argparse.Namespace, configs: Configs, get_llm_class: Callable[[], Any]) -> int:
+def run_generate(args: argparse.Namespace, make_llm: Callable[[], Any]) -> int:
     """Complete every prompt and write the answers in input order. Returns the exit status: 1 if a request failed.
 
-    `get_llm_class` returns `serving.llm.LLM` or what stands in for it; it is called once all that needs no model has
-    been checked. Raises UsageError, ConfigError, RequestError or OSError before anything runs.
+    `make_llm` returns a `serving.llm.LLM` or what stands in for it; it is called once all that needs no model has been
+    checked. Raises UsageError, RequestError or OSError before anything runs.
     """
     sampling = given_fields(args, SamplingParams)
     if args.prompts_file is not None:
@@ -32,10 +31,9 @@ def run_generate(args: argparse.Namespace, configs: Configs, get_llm_class: Call
         lines = [single_prompt(args.prompt, sampling)]
     else:
         raise UsageError("one of --prompt and --prompts_file is required")
-    source = configs.run.model_source
     if args.output is not None:
         check_writable(args.output)
-    llm = get_llm_class()(source, engine_config=configs.engine, mesh_config=configs.mesh)
+    llm = make_llm()
     start_s = time.perf_counter()
     outputs = complete(llm, lines, use_tqdm=sys.stderr.isatty())
     elapsed_s = time.perf_counter() - start_s

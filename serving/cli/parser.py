@@ -37,11 +37,18 @@ class _Parser(argparse_flags.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
+def _version() -> str:
+    try:
+        return metadata.version("headrace")
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "(not installed)"
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; the namespace's `command` says which one was given."""
     # absl flags that some imported library defined give way to ours
     parser = _Parser(prog="headrace", description=_DESCRIPTION, allow_abbrev=False, conflict_handler="resolve")
-    parser.add_argument("--version", action="version", version=f"headrace {metadata.version('headrace')}")
+    parser.add_argument("--version", action="version", version=f"headrace {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(name: str, summary: str, **options: Any) -> argparse.ArgumentParser:

@@ -114,6 +114,7 @@ def test_one_prompt_is_answered_on_the_screen_with_totals_beside(capsys):
     assert run("generate", "--model", "m", "--prompt", "abc", "--print_stats") == 0
     captured = capsys.readouterr()
     assert captured.out == "> abc\ncba\n\n"
+    assert captured.err.startswith("settings beside the defaults: RunConfig.model = 'm'\n")
     assert "1 prompts, 3 prompt tokens, 3 output tokens in " in captured.err
     assert "first token after 0.25 s (median)" in captured.err
     assert "num_requests" in captured.err

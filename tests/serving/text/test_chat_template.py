@@ -6,6 +6,7 @@ import datetime
 import gc
 import json
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -353,7 +354,29 @@ def test_many_threads_render_their_own_messages(make):
     assert results == dict.fromkeys(range(6), True)
 
 
-def test_workers_end_with_the_template(make, byte_tokenizer):
+def test_a_silent_worker_is_given_up_and_replaced(make):
+    chat_template = make()
+    expected = chat_template.render(USER)
+    (worker,) = chat_template._renderer._idle
+    os.kill(worker._process.pid, signal.SIGSTOP)
+    worker._limits = RenderLimits(max_wall_s=0.05)
+    with pytest.raises(RequestError, match=r"rendering took more than 0\.05 s"):
+        chat_template.render(USER)
+    assert worker._process.returncode == -signal.SIGKILL
+    assert chat_template.render(USER) == expected
+
+
+def test_a_worker_that_was_killed_is_replaced(make):
+    chat_template = make()
+    expected = chat_template.render(USER)
+    (worker,) = chat_template._renderer._idle
+    worker._process.kill()
+    with pytest.raises(RequestError, match="the renderer ended with status -9"):
+        chat_template.render(USER)
+    assert chat_template.render(USER) == expected
+
+
+def test_workers_end_with_the_template(byte_tokenizer):
     chat_template = ChatTemplate(byte_tokenizer, template=CHATML)
     chat_template.render(USER)
     (worker,) = chat_template._renderer._idle
@@ -361,4 +384,3 @@ def test_workers_end_with_the_template(make, byte_tokenizer):
     del chat_template, worker
     gc.collect()
     assert process.returncode is not None
-    assert not os.path.exists(f"/proc/{process.pid}") or process.poll() is not None
