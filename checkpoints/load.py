@@ -22,7 +22,7 @@ from sharding.param_spec import ParamSpec
 
 type Progress = Callable[[int, int], None]  # done_bytes, total_bytes of the finished arrays
 
-CHUNK_BYTES = 4 << 20  # of rows read, converted and written in one go
+CHUNK_BYTES = 2 << 20  # of rows read, converted and written in one go
 MAX_THREADS = 8  # conversion of quantised rows is what takes the time
 
 

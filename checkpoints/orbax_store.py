@@ -15,13 +15,15 @@ vocabulary (Orbax fills with zeros or cuts) and the copies of KV heads.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +72,11 @@ def save_params(
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.unfinished-"))
     try:
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True)
-        with ocp.Checkpointer(handler) as checkpointer:
+        with _without_merge_notice(), ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(temporary / PARAMS_FOLDER, args=ocp.args.PyTreeSave(dict(params)))
         for name, content in extra_files.items():
-            assert "/" not in name and name not in (MANIFEST_FILE, PARAMS_FOLDER), name
+            assert ".." not in name and name.split("/")[0] not in ("", MANIFEST_FILE, PARAMS_FOLDER), name
+            (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
         _write_manifest(temporary, params, model_config)
         _sync(temporary)
@@ -83,6 +86,21 @@ def save_params(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextlib.contextmanager
+def _without_merge_notice() -> Iterator[None]:
+    """Orbax warns at each save without its OCDBT database that it found none to merge. That is as it should be."""
+
+    def is_another(record: logging.LogRecord) -> bool:
+        return "Skipping merge of OCDBT" not in record.getMessage()
+
+    absl_logger = logging.getLogger("absl")
+    absl_logger.addFilter(is_another)
+    try:
+        yield
+    finally:
+        absl_logger.removeFilter(is_another)
 
 
 def _write_manifest(folder: Path, params: Mapping[str, jax.Array], model_config: ModelConfig) -> None:

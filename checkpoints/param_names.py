@@ -194,24 +194,22 @@ def param_rows(path: str, shape: tuple[int, ...], config: ModelConfig, naming: N
         return _qkv_rows(shape, config, names, naming.interleaved_rope)
     if module == "gate_up":
         names, size = [foreign(naming.gate), foreign(naming.up)], shape[1]
-        return _stacked(2, names, [np.arange(size), np.arange(size)], [size, size])
+        return _from_parts(2, names, [size, size], np.repeat([0, 1], size), np.tile(np.arange(size), 2))
     template = getattr(naming, module)
     num_rows = config.vocab_size if module in ("embed", "lm_head") else shape[0]
     ids = np.arange(shape[0])
     return ParamRows(1, (foreign(template),), np.where(ids < num_rows, 0, -1), ids)
 
 
-def _stacked(num_row_axes: int, names: list[str], rows: list[np.ndarray], sizes: list[int]) -> ParamRows:
-    """Parts one after the other, part p being `rows[p]` of `names[p]`. Parts that share a tensor follow each other
-    in it, `sizes[p]` rows each."""
+def _from_parts(
+    num_row_axes: int, names: list[str], sizes: list[int], part_of_row: np.ndarray, row_in_part: np.ndarray
+) -> ParamRows:
+    """Rows of parts of which part p has `sizes[p]` rows and is the tensor `names[p]`; where parts share one tensor,
+    they follow each other in it."""
     tensors = tuple(dict.fromkeys(names))
-    starts = np.cumsum([0, *sizes[:-1]]) if len(tensors) == 1 else np.zeros(len(names), int)
-    return ParamRows(
-        num_row_axes,
-        tensors,
-        np.concatenate([np.full(part.shape, tensors.index(name)) for name, part in zip(names, rows, strict=True)]),
-        np.concatenate([part + start for part, start in zip(rows, starts, strict=True)]),
-    )
+    tensor_of_part = np.array([tensors.index(name) for name in names])
+    start_of_part = np.cumsum([0, *sizes[:-1]]) if len(tensors) == 1 else np.zeros(len(names), int)
+    return ParamRows(num_row_axes, tensors, tensor_of_part[part_of_row], row_in_part + start_of_part[part_of_row])
 
 
 def _qkv_rows(shape: tuple[int, ...], config: ModelConfig, names: list[str], interleaved_rope: bool) -> ParamRows:
@@ -220,24 +218,15 @@ def _qkv_rows(shape: tuple[int, ...], config: ModelConfig, names: list[str], int
     in_head = np.arange(H)
     rotated = in_head.reshape(H // 2, 2).T.ravel() if interleaved_rope else in_head
     kv_heads = np.arange(K)[:, None, None] // copies
-    parts = [
+    heads = [
         # query heads keep their order: the copies of a KV head split its group in order
         np.arange(K * G).reshape(K, G, 1) * H + rotated,
         kv_heads * H + rotated,
         kv_heads * H + in_head,
     ]
     sizes = [config.num_heads * H, config.num_kv_heads * H, config.num_kv_heads * H]
-    # stacked part after part, then interleaved as [K, G + 2, H]
-    stacked = _stacked(3, names, [part.ravel() for part in parts], sizes)
-    order = np.concatenate(
-        [
-            np.arange(K * G * H).reshape(K, G, H),
-            K * G * H + np.arange(K * H).reshape(K, 1, H),
-            K * (G + 1) * H + np.arange(K * H).reshape(K, 1, H),
-        ],
-        axis=1,
-    ).ravel()
-    return replace(stacked, tensor_of_row=stacked.tensor_of_row[order], foreign_row=stacked.foreign_row[order])
+    parts = np.concatenate([np.full(rows.shape, part) for part, rows in enumerate(heads)], axis=1)
+    return _from_parts(3, names, sizes, parts.ravel(), np.concatenate(heads, axis=1).ravel())
 
 
 def expected_tensors(config: ModelConfig, naming: Naming) -> dict[str, tuple[int, ...]]:

@@ -54,6 +54,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+CHAT_TEMPLATES_FOLDER = "additional_chat_templates"
 
 
 class ModelSource(ABC):
@@ -108,7 +109,8 @@ class _FolderSource(ModelSource):
 
     def extra_files(self) -> dict[str, bytes | Path]:
         names = (CONFIG_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES)
-        return {name: open_in_folder(self.path, name).path for name in names if exists_in_folder(self.path, name)}
+        files = {name: open_in_folder(self.path, name).path for name in names if exists_in_folder(self.path, name)}
+        return {**files, **_chat_templates(self.path)}
 
 
 class SafetensorsSource(_FolderSource):
@@ -171,8 +173,14 @@ class GgufSource(ModelSource):
         return {
             CONFIG_FILE: json.dumps(self.hf_config, indent=1).encode(),
             GENERATION_CONFIG_FILE: json.dumps(self.generation_config, indent=1).encode(),
-            GGUF_TOKENIZER_FILE: json.dumps(self._gguf.metadata).encode(),
+            GGUF_TOKENIZER_FILE: self._metadata_json(),
         }
+
+    def _metadata_json(self) -> bytes:
+        try:
+            return json.dumps(self._gguf.metadata, allow_nan=False).encode()
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: its metadata holds a number that is not finite") from error
 
     def load_params(
         self,
@@ -206,7 +214,8 @@ class OrbaxSource(ModelSource):
 
     def extra_files(self) -> dict[str, bytes | Path]:
         names = (CONFIG_FILE, GENERATION_CONFIG_FILE, GGUF_TOKENIZER_FILE, *TOKENIZER_FILES)
-        return {name: self.path / name for name in names if exists_in_folder(self.path, name)}
+        files = {name: self.path / name for name in names if exists_in_folder(self.path, name)}
+        return {**files, **_chat_templates(self.path)}
 
     def load_params(
         self,
@@ -239,6 +248,15 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
     if not exists_in_folder(folder, GENERATION_CONFIG_FILE):
         return {}
     return read_json_object(open_in_folder(folder, GENERATION_CONFIG_FILE), max_bytes=MAX_CONFIG_BYTES)
+
+
+def _chat_templates(folder: Path) -> dict[str, bytes | Path]:
+    """Named chat templates beside the default one. A folder of them that is a link is left out."""
+    templates = folder / CHAT_TEMPLATES_FOLDER
+    if templates.is_symlink():
+        return {}
+    names = [path.name for path in sorted(templates.glob("*.jinja"))]
+    return {f"{CHAT_TEMPLATES_FOLDER}/{name}": open_in_folder(templates, name).path for name in names}
 
 
 def _load(

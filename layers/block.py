@@ -113,11 +113,12 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, D] -> (kv_pages, [T, D])."""
         config = self.config
-        qkv = self.qkv(x)  # G + 2 heads for each KV head: queries, key, value
-        q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+        qkv = self.qkv(x)  # [T, K, G + 2, H]: for each KV head its query heads, its key and its value
+        turning, v = qkv[:, :, :-1], qkv[:, :, -1]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rope), rotate(k, *rope)
+            turning = jnp.concatenate([self.q_norm(turning[:, :, :-1]), self.k_norm(turning[:, :, -1:])], axis=2)
+        turned = rotate(turning, *rope)
+        q, k = turned[:, :, :-1], turned[:, :, -1]
         local = functools.partial(
             write_and_attend,
             scale=config.attention_scale,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +19,8 @@ from typing import Any
 from configs.engine import EngineConfig, MeshConfig
 from serving.engine import Engine, OutputDelta, Prompt, build_engine
 from serving.request import RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class EngineDeadError(RuntimeError):
@@ -45,6 +48,7 @@ class AsyncEngine:
         self._ids = itertools.count()
         self._error: BaseException | None = None
         self._closed = False
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
         self._thread.start()
 
@@ -81,14 +85,15 @@ class AsyncEngine:
 
     def abort(self, request_id: str, stream: _Stream | None = None) -> None:
         """End a request; its pages are free within a step. Unknown ids are ignored."""
-        if self._error is None and not self._closed:
-            self._inbox.put(lambda: self._abort(request_id, stream))
+        with contextlib.suppress(EngineDeadError):
+            self._send(lambda: self._abort(request_id, stream))
 
     def close(self) -> None:
         """Abort what runs and end the thread."""
-        if not self._closed:
-            self._closed = True
-            self._inbox.put(None)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._inbox.put(None)
         self._thread.join()
 
     @property
@@ -96,13 +101,17 @@ class AsyncEngine:
         return self._thread.is_alive()
 
     def _send(self, command: Callable[[], None]) -> None:
-        if self._error is not None or self._closed:
-            raise EngineDeadError("the engine has stopped") from self._error
-        self._inbox.put(command)
+        with self._lock:  # nothing enters the inbox once it has been emptied for the last time
+            if self._error is not None or self._closed:
+                raise EngineDeadError("the engine has stopped") from self._error
+            self._inbox.put(command)
 
     # In the engine's thread
 
     def _add(self, prompt: Prompt, params: SamplingParams, request_id: str, stream: _Stream) -> None:
+        if self._error is not None:
+            stream.put(self._dead())
+            return
         try:
             self.engine.add(prompt, params, request_id)
         except ValueError as error:  # RequestError: this caller's alone
@@ -111,6 +120,8 @@ class AsyncEngine:
             self._streams[request_id] = stream
 
     def _abort(self, request_id: str, stream: _Stream | None) -> None:
+        if self._error is not None:
+            return
         owner = self._streams.get(request_id)
         if owner is None or (stream is not None and owner is not stream):
             return
@@ -133,13 +144,21 @@ class AsyncEngine:
             for request_id in list(self._streams):
                 self._deliver(self.engine.abort(request_id))
         except BaseException as error:
-            self._error = error
+            logger.critical("the engine's thread has ended", exc_info=True)
+            with self._lock:
+                self._error = error
+                while not self._inbox.empty():
+                    command = self._inbox.get()
+                    if command is not None:
+                        command()
             for stream in self._streams.values():
-                dead = EngineDeadError("the engine's thread has ended")
-                dead.__cause__ = error
-                stream.put(dead)
+                stream.put(self._dead())
             self._streams.clear()
-            raise
+
+    def _dead(self) -> EngineDeadError:
+        dead = EngineDeadError("the engine's thread has ended")
+        dead.__cause__ = self._error
+        return dead
 
     def _drain_inbox(self) -> bool:
         """Run what callers asked for; waits for the first command while there is nothing to do. False: close."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from configs.engine import EngineConfig, MeshConfig
@@ -88,7 +89,11 @@ class LLM:
         """
         listed = _as_prompt_list(prompts)
         params = self._params_list(sampling_params, len(listed))
-        return self._run([self._resolve(p, f"prompts[{i}]") for i, p in enumerate(listed)], params, use_tqdm)
+        resolved: list[Prompt] = []
+        for i, prompt in enumerate(listed):
+            with _naming(i):
+                resolved.append(self._resolve(prompt))
+        return self._run(resolved, params, use_tqdm)
 
     def chat(
         self,
@@ -101,7 +106,10 @@ class LLM:
         """Answer one conversation (a list of messages) or several (a list of such lists)."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         params = self._params_list(sampling_params, len(conversations))
-        prompts: list[Prompt] = [self.render_chat(conversation, **template_args) for conversation in conversations]
+        prompts: list[Prompt] = []
+        for i, conversation in enumerate(conversations):
+            with _naming(i):
+                prompts.append(self.render_chat(conversation, **template_args))
         return self._run(prompts, params, use_tqdm)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> list[int]:
@@ -121,21 +129,21 @@ class LLM:
             raise RequestError("sampling_params", f"has {len(given)} entries for {count} prompts")
         return list(given)
 
-    def _resolve(self, prompt: PromptInput, name: str) -> Prompt:
+    def _resolve(self, prompt: PromptInput) -> Prompt:
         if not isinstance(prompt, Mapping):
             return prompt
         known = {"prompt", "prompt_token_ids", "messages"}
         keys = [key for key in prompt if key in known]
         unknown = [key for key in prompt if key not in known]
         if len(keys) != 1 or unknown:
-            raise RequestError(name, f"must have exactly one of {', '.join(sorted(known))}; has {list(prompt)}")
+            raise RequestError("keys", f"must be exactly one of {', '.join(sorted(known))}; has {list(prompt)}")
         if keys[0] == "messages":
             return self.render_chat(prompt["messages"])
         value = prompt[keys[0]]
         if keys[0] == "prompt" and not isinstance(value, str):
-            raise RequestError(f"{name}.prompt", f"must be a text, got {type(value).__name__}")
+            raise RequestError("prompt", f"must be a text, got {type(value).__name__}")
         if keys[0] == "prompt_token_ids" and isinstance(value, str):
-            raise RequestError(f"{name}.prompt_token_ids", f"must be a list of integers, got {value[:80]!r}")
+            raise RequestError("prompt_token_ids", f"must be a list of integers, got {value[:80]!r}")
         return value
 
     def _run(
@@ -145,8 +153,9 @@ class LLM:
         request_ids: list[str] = []
         bar = None
         try:
-            for prompt, settings in zip(prompts, params, strict=True):
-                request_ids.append(engine.add(prompt, settings))
+            for i, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
+                with _naming(i):
+                    request_ids.append(engine.add(prompt, settings))
             bar = _progress_bar(use_tqdm, len(prompts))
             num_output_tokens, started_s = 0, time.monotonic()
             finished: set[str] = set()
@@ -180,6 +189,15 @@ class LLM:
 
     def _repr_html_(self) -> str:
         return stats_html(self.stats())
+
+
+@contextlib.contextmanager
+def _naming(index: int) -> Iterator[None]:
+    """Say which prompt of a call was refused."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"prompts[{index}]", str(error)) from None
 
 
 def _as_prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:

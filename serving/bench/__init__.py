@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.checks import ConfigError
 from serving.request import SamplingParams
 
 DECODE_CASES = ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (256, 1024), (128, 4096))
@@ -111,7 +112,7 @@ class Bench:
         num_input, num_output = mixed_lengths(rng, count)
         room = self.llm.engine.max_model_len
         if int((num_input + num_output).max()) > room:
-            raise ValueError(
+            raise ConfigError(
                 f"--max_model_len: the mixed case needs {int((num_input + num_output).max())} tokens, has {room}"
             )
         prompts = [{"prompt_token_ids": rng.integers(100, self.vocab_size - 100, int(n)).tolist()} for n in num_input]
@@ -129,12 +130,12 @@ class Bench:
 
 
 def run(llm: Any, args: argparse.Namespace, name: str) -> None:
-    """The figure that `args` names, on an engine that is ready. Raises ValueError on flags that do not go together."""
+    """The figure that `args` names, on an engine that is ready. Raises ConfigError on flags that do not go together."""
     bench = Bench(llm, name, args.repeats)
     cases = None
     if args.batch or args.context:
         if len(args.batch or ()) != len(args.context or ()):
-            raise ValueError(
+            raise ConfigError(
                 f"--context: give one for each --batch ({len(args.batch or ())}), got {len(args.context or ())}"
             )
         cases = tuple(zip(args.batch, args.context, strict=True))

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from layers.step_inputs import AttentionRows, StepInputs
 
 from layers import decoder
 from layers.sampling import chosen_and_top_logprobs, sample
+from layers.step_inputs import AttentionRows, StepInputs
 from serving.execution.slot_table import SlotTable, accept_tokens
 from serving.scheduling.schedule import Schedule
 

@@ -48,12 +48,12 @@ def test_saved_on_some_devices_it_opens_on_others(saved_on, tools, rng, load, tm
     assert_same(load(saved, 2, dtype="bfloat16"), load(source, 2, dtype="bfloat16"))
 
 
-def test_saved_on_8_devices_it_gives_the_same_log_probs_on_1_2_and_4(tools, rng, load, log_probs, tmp_path):
+def test_saved_on_8_devices_it_gives_the_same_log_probs_on_1_and_4(tools, rng, load, log_probs, tmp_path):
     config = tools.llama
     source = open_source(str(tools.write_folder(tmp_path / "m", config, tools.llama_tensors(config, rng))))
     saved = open_source(str(save(source, load(source, 8), tmp_path / "saved")))
     token_ids = rng.integers(0, 301, 50).tolist()
-    for shards in (1, 2, 4):
+    for shards in (1, 4):
         [expected] = log_probs(source, [token_ids], shards)
         [found] = log_probs(saved, [token_ids], shards)
         np.testing.assert_array_equal(found, expected)
@@ -63,11 +63,14 @@ def test_config_tokenizer_and_generation_config_travel_along(tools, rng, load, t
     folder = tools.write_folder(tmp_path / "m", tools.llama, tools.llama_tensors(tools.llama, rng))
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4], "top_p": 0.9}')
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
     convert(str(folder), str(tmp_path / "saved"))
     source = open_source(str(tmp_path / "saved"))
     assert source.generation_config == {"eos_token_id": [3, 4], "top_p": 0.9}
     assert source.tokenizer_files() == tmp_path / "saved"
-    for name in ("tokenizer.json", "config.json", "generation_config.json"):
+    names = ("tokenizer.json", "config.json", "generation_config.json", "additional_chat_templates/rag.jinja")
+    for name in names:
         assert (tmp_path / "saved" / name).read_bytes() == (folder / name).read_bytes()
 
 
@@ -112,6 +115,11 @@ def test_dtypes_are_exact_unless_asked_for(load, tmp_path):
     assert_same(load(tmp_path / "half", 2, dtype="bfloat16"), load(folder, 2, dtype="bfloat16"))
     with pytest.raises(ConfigError, match="dtype must be one of float32, bfloat16; got 'int4'"):
         convert(folder, str(tmp_path / "x"), "int4")
+
+
+def test_saving_prints_no_warning(tmp_path, caplog):
+    convert(str(DATA / "bad_files" / "valid-sharded"), str(tmp_path / "saved"))
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 
 
 def test_nothing_is_written_over(tmp_path):
@@ -280,7 +288,7 @@ def test_a_saver_killed_at_random_moments_leaves_nothing_that_opens(tools, rng, 
     run.communicate(timeout=300)
     longest_s = time.monotonic() - started
     outcomes = []
-    for i in range(10):
+    for i in range(6):
         target = tmp_path / "kills" / str(i) / "saved"
         target.parent.mkdir(parents=True)
         run = spawn(folder, target)

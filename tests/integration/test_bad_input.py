@@ -32,7 +32,7 @@ def tokens(llm, prompt, **fields):
 
 @pytest.mark.parametrize("prompt", [[VOCAB_SIZE], [-1], [2**31], [0, 1, VOCAB_SIZE], [1.5], [True], [None], ["1"]])
 def test_token_ids_outside_the_vocabulary_are_refused_by_place_and_value(tiny_llm, prompt):
-    with pytest.raises(RequestError, match=r"prompt_token_ids\[\d\]: .*(vocabulary \[0, 301\)|integer)"):
+    with pytest.raises(RequestError, match=r"prompts\[0\]: prompt_token_ids\[\d\]: .*(vocabulary \[0, 301\)|integer)"):
         tiny_llm.generate([{"prompt_token_ids": prompt}], GOOD, use_tqdm=False)
 
 

@@ -13,6 +13,7 @@ from serving.request import FinishReason
 
 TINY = Path(__file__).parents[1] / "data" / "tiny"
 NUM_REQUESTS = 300
+NUM_PAGES = 99  # of 8 tokens; a sequence of 768 takes 96
 
 
 def make_llm(**overrides) -> LLM:
@@ -75,11 +76,11 @@ def test_three_hundred_requests_equal_their_solo_runs_through_preemption_and_can
         own = rng.integers(0, 301, int(np.clip(np.exp(rng.normal(3.5, 1.3)), 1, 500))).tolist()
         prompt = prefixes[rng.integers(len(prefixes))] + own if rng.random() < 0.4 else own
         work.append((prompt, random_params(rng, len(prompt))))
-    arrivals = np.sort(rng.integers(0, 600, NUM_REQUESTS))  # steps
+    arrivals = np.sort(rng.integers(0, 300, NUM_REQUESTS))  # steps
     cancels = {int(i): int(rng.integers(1, 120)) for i in rng.choice(NUM_REQUESTS, 30, replace=False)}
 
-    # The pool holds little more than one sequence of 700 tokens, for eight slots.
-    llm = make_llm(num_pages=130)
+    # The pool holds one sequence of the whole context and little more, for eight slots.
+    llm = make_llm(num_pages=NUM_PAGES)
     engine = llm.engine
     streamed: dict[str, list[int]] = {str(i): [] for i in range(NUM_REQUESTS)}
     finished: dict[str, FinishReason] = {}
@@ -105,12 +106,12 @@ def test_three_hundred_requests_equal_their_solo_runs_through_preemption_and_can
     assert stats["num_preemptions"] >= 30
     assert stats["num_cached_tokens"] > 0
     assert stats["num_running"] == stats["num_waiting"] == 0
-    assert stats["num_free_pages"] == 129
+    assert stats["num_free_pages"] == NUM_PAGES - 1
     assert stats["num_free_slots"] == 8
     assert engine.num_compiles_while_serving == 0
     assert set(finished.values()) <= {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
 
-    solo = make_llm(num_pages=130, enable_prefix_caching=False)
+    solo = make_llm(num_pages=NUM_PAGES, enable_prefix_caching=False)
     num_aborted = 0
     for i, (prompt, params) in enumerate(work):
         (expected,) = solo.generate([prompt], params, use_tqdm=False)
@@ -132,7 +133,7 @@ def test_decode_logits_do_not_depend_on_the_other_slots():
         SamplingParams(temperature=float(rng.choice([0.0, 1.0])), seed=i, max_tokens=40, ignore_eos=True, logprobs=20)
         for i in range(8)
     ]
-    llm = make_llm(enable_prefix_caching=False)
+    llm = make_llm(enable_prefix_caching=False, prefill_token_buckets=(128,))  # all prompts in one prefill
     results = []
     for others in (0, 1, 6, 7):
         outputs = llm.generate(prompts[: others + 1], params[: others + 1], use_tqdm=False)
