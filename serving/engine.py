@@ -89,6 +89,9 @@ class EngineCounters:
     num_decode_dispatches: int = 0
     num_prefill_dispatches: int = 0
     num_mixed_dispatches: int = 0
+    page_token_steps: int = 0  # tokens that held pages could hold, summed over steps
+    unused_page_token_steps: int = 0  # of those, tokens that they did not hold: the waste of paging
+    max_unused_tokens_per_sequence: float = 0.0  # the worst step's mean over running sequences
 
 
 class Engine:
@@ -108,7 +111,6 @@ class Engine:
         device_bytes: int,
         generation_config: dict | None = None,
         progress: Progress | None = None,
-        static_batching: bool = False,
     ):
         self.model_config, self.config, self.tokenizer = model_config, config, tokenizer
         self.generation_config = generation_config or {}
@@ -125,8 +127,22 @@ class Engine:
         self.runner = ModelRunner(
             model_config, config, mesh, params, max_model_len=self.max_model_len, device_bytes=device_bytes
         )
-        rope = model_config.rope
-        self.scheduler = Scheduler(
+        self.scheduler = self._make_scheduler(static_batching=False)
+        self.runner.warm_up(
+            None
+            if progress is None
+            else lambda name, done, total, s: progress("compile", done, total, f"{name} {s:.1f} s")
+        )
+        self._compiles_before_serving = CompileGuard.count()
+        self.counters = EngineCounters()
+        self._groups: dict[str, _Group] = {}
+        self._pending: PendingStep | None = None
+        self._ids = itertools.count()
+        self._seeds = np.random.default_rng(config.seed)
+
+    def _make_scheduler(self, *, static_batching: bool) -> Scheduler:
+        config, rope = self.config, self.model_config.rope
+        return Scheduler(
             SchedulerConfig(
                 page_size=config.page_size,
                 num_pages=self.runner.num_pages,
@@ -143,17 +159,15 @@ class Engine:
                 static_batching=static_batching,
             )
         )
-        self.runner.warm_up(
-            None
-            if progress is None
-            else lambda name, done, total, s: progress("compile", done, total, f"{name} {s:.1f} s")
-        )
-        self._compiles_before_serving = CompileGuard.count()
+
+    def restart_scheduler(self, *, static_batching: bool) -> None:
+        """Begin again with an empty page pool and prefix cache and new counters; for benchmarks. Needs an idle engine.
+
+        static_batching: admit only into an empty engine, the baseline that continuous batching is compared with.
+        """
+        assert not self.has_work() and not self._groups
+        self.scheduler = self._make_scheduler(static_batching=static_batching)
         self.counters = EngineCounters()
-        self._groups: dict[str, _Group] = {}
-        self._pending: PendingStep | None = None
-        self._ids = itertools.count()
-        self._seeds = np.random.default_rng(config.seed)
 
     # Requests
 
@@ -288,6 +302,7 @@ class Engine:
         pending = None
         if schedule is not None:
             pending = self.runner.dispatch(schedule)
+            self._count_pages()
             if not schedule.prefill:
                 self.counters.num_decode_dispatches += 1
             elif schedule.decode:
@@ -297,6 +312,15 @@ class Engine:
         deltas += self._read_pending()
         self._pending = pending
         return deltas
+
+    def _count_pages(self) -> None:
+        scheduler, counters = self.scheduler, self.counters
+        unused = scheduler.num_unused_page_tokens
+        counters.page_token_steps += scheduler.page_allocator.num_held_pages * self.config.page_size
+        counters.unused_page_token_steps += unused
+        counters.max_unused_tokens_per_sequence = max(
+            counters.max_unused_tokens_per_sequence, unused / max(scheduler.num_running, 1)
+        )
 
     def _read_pending(self) -> list[OutputDelta]:
         if self._pending is None:
@@ -418,6 +442,8 @@ class Engine:
             "num_decode_slot_steps": scheduler.stats.num_decode_slot_steps,
             "num_preemptions": scheduler.stats.num_preemptions,
             "num_page_evictions": scheduler.page_allocator.num_evictions,
+            "page_waste_fraction": round(counters.unused_page_token_steps / max(counters.page_token_steps, 1), 4),
+            "max_unused_tokens_per_sequence": round(counters.max_unused_tokens_per_sequence, 2),
             "num_decode_dispatches": counters.num_decode_dispatches,
             "num_prefill_dispatches": counters.num_prefill_dispatches,
             "num_mixed_dispatches": counters.num_mixed_dispatches,
@@ -437,10 +463,7 @@ def _token_logprob(token_id: int, chosen, top_ids, top_logprobs, num_top: int) -
 
 def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
     """Context of the engine in tokens; longer than the model's own is refused."""
-    rope = model.rope
     limit = model.max_position_embeddings
-    if rope.rope_type == "dynamic":
-        limit = int(limit * rope.factor)
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:
@@ -454,7 +477,6 @@ def build_engine(
     mesh_config: MeshConfig,
     *,
     progress: Progress | None = None,
-    static_batching: bool = False,
 ) -> Engine:
     """Open a model, lay it out on the mesh, compile everything, and return an engine that is ready to serve."""
     enable_compilation_cache(config)
@@ -481,7 +503,6 @@ def build_engine(
         device_bytes=device_bytes,
         generation_config=source.generation_config,
         progress=progress,
-        static_batching=static_batching,
     )
 
 

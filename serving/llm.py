@@ -48,7 +48,6 @@ class LLM:
         engine_config: EngineConfig | None = None,
         mesh_config: MeshConfig | None = None,
         show_progress: bool = True,
-        static_batching: bool = False,
         **overrides: Any,
     ):
         config = dataclasses.replace(engine_config or EngineConfig(), **overrides)
@@ -59,7 +58,6 @@ class LLM:
                 config,
                 mesh_config or MeshConfig(tensor=tensor_parallel_size),
                 progress=progress,
-                static_batching=static_batching,
             )
             self.start_s = time.monotonic() - started_s
             progress.note(f"ready after {self.start_s:.1f} s; memory of one device:\n{self.engine.runner.ledger}")

@@ -1,4 +1,4 @@
-"""`headrace bench decode|prefill|mixed`: figures as JSON lines, the same work as the anchors' peer script.
+"""`headrace bench decode|prefill|mixed|batching`: figures as JSON lines, the same work as the anchors' peer script.
 
 Prompts are token ids drawn with a fixed seed, so that another engine can run exactly the same work. A decode figure is
 (time of `steps` + 1 tokens - time of 1 token) / `steps`: queueing and prefill cancel out.
@@ -7,11 +7,13 @@ Prompts are token ids drawn with a fixed seed, so that another engine can run ex
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,12 +29,13 @@ DECODE_STEPS = 128
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `headrace bench`; engine flags are added by the command line itself."""
-    parser.add_argument("figure", choices=("decode", "prefill", "mixed"))
+    parser.add_argument("figure", choices=("decode", "prefill", "mixed", "batching"))
     parser.add_argument("--batch", type=int, action="append", help="decode: sequences at once (repeatable)")
     parser.add_argument("--context", type=int, action="append", help="prompt tokens, one for each --batch")
     parser.add_argument("--steps", type=int, default=DECODE_STEPS, help="decode: tokens timed for each sequence")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each case; the median is reported")
-    parser.add_argument("--num_requests", type=int, default=MIXED_REQUESTS, help="mixed: requests in all")
+    parser.add_argument("--num_requests", type=int, default=MIXED_REQUESTS, help="mixed, batching: requests in all")
+    parser.add_argument("--lengths", metavar="F.csv", help="batching: input_tokens,output_tokens of each request")
 
 
 def random_prompts(rng: np.random.Generator, count: int, length: int, vocab_size: int) -> list[dict[str, list[int]]]:
@@ -128,6 +131,63 @@ class Bench:
             preemptions=self.llm.stats()["num_preemptions"],
         )
 
+    def batching(self, lengths: Sequence[tuple[int, int]]) -> None:
+        """Continuous against static batching on the same requests, all queued at once.
+
+        A slot step is one slot for one decode step. `held`: from a request's first decode step until its slot is
+        free for another, which in a static batch is the end of its longest member. `dispatched`: what the
+        fixed-shape program ran, slots without work at the end of the list included.
+        """
+        rng = np.random.default_rng(3)
+        room, num_slots = self.llm.engine.max_model_len, self.llm.engine.config.max_num_seqs
+        lengths = [(min(i, room - 1), min(o, room - min(i, room - 1))) for i, o in lengths]
+        prompts = [{"prompt_token_ids": rng.integers(100, self.vocab_size - 100, i).tolist()} for i, _ in lengths]
+        outputs = [o for _, o in lengths]
+        batches = [outputs[i : i + num_slots] for i in range(0, len(outputs), num_slots)]
+        held = {"static": sum(len(b) * (max(b) - 1) for b in batches), "continuous": sum(o - 1 for o in outputs)}
+        figures: dict[str, Any] = {}
+        self._run_s(prompts[:1], 2)
+        for mode in ("static", "continuous"):
+            self.llm.engine.restart_scheduler(static_batching=mode == "static")
+            seconds = self._run_s(prompts, outputs)
+            stats = self.llm.stats()
+            figures[mode] = seconds, stats["num_decode_slot_steps"]
+            self._emit(
+                figure="batching",
+                mode=mode,
+                requests=len(prompts),
+                slots=num_slots,
+                input_tokens=sum(i for i, _ in lengths),
+                output_tokens=sum(outputs),
+                held_slot_steps=held[mode],
+                dispatched_slot_steps=stats["num_decode_slot_steps"],
+                page_waste_fraction=stats["page_waste_fraction"],
+                max_unused_tokens_per_sequence=stats["max_unused_tokens_per_sequence"],
+                preemptions=stats["num_preemptions"],
+                s=round(seconds, 2),
+                output_tokens_per_s=round(sum(outputs) / seconds, 1),
+            )
+        self.llm.engine.restart_scheduler(static_batching=False)
+        self._emit(
+            figure="batching",
+            mode="static / continuous",
+            held_slot_steps_ratio=round(held["static"] / held["continuous"], 2),
+            dispatched_slot_steps_ratio=round(figures["static"][1] / figures["continuous"][1], 2),
+            s_ratio=round(figures["static"][0] / figures["continuous"][0], 2),
+        )
+
+
+def read_lengths(path: str, count: int) -> list[tuple[int, int]]:
+    """The first `count` rows of a CSV file with columns input_tokens and output_tokens. Raises ConfigError."""
+    try:
+        with Path(path).open(newline="") as file:
+            rows = [(int(row["input_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"--lengths={path}: {error!r}") from error
+    if len(rows) < count:
+        raise ConfigError(f"--num_requests={count}: {path} has {len(rows)} rows")
+    return rows[:count]
+
 
 def run(llm: Any, args: argparse.Namespace, name: str) -> None:
     """The figure that `args` names, on an engine that is ready. Raises ConfigError on flags that do not go together."""
@@ -144,5 +204,9 @@ def run(llm: Any, args: argparse.Namespace, name: str) -> None:
         bench.decode(cases or DECODE_CASES, args.steps)
     elif args.figure == "prefill":
         bench.prefill(cases or PREFILL_CASES)
-    else:
+    elif args.figure == "mixed":
         bench.mixed(args.num_requests)
+    else:
+        if args.lengths is None:
+            raise ConfigError("--lengths: batching needs a CSV file of lengths")
+        bench.batching(read_lengths(args.lengths, args.num_requests))

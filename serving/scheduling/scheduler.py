@@ -40,15 +40,15 @@ def stop_after(request: Request) -> tuple[FinishReason, int | None] | None:
     The device applies the same rule: a stop token ends a request that, counting it, has at least min_tokens output
     tokens; else the bound max_total_tokens does.
     """
-    token_id = request.output_token_ids[-1]
-    if token_id in request.stop_token_ids and request.num_output_tokens >= request.params.min_tokens:
-        return FinishReason.STOP, token_id
-    if request.num_tokens >= request.max_total_tokens:
+    output = request.output_token_ids
+    if output[-1] in request.stop_token_ids and len(output) >= request.params.min_tokens:
+        return FinishReason.STOP, output[-1]
+    if len(request.prompt_token_ids) + len(output) >= request.max_total_tokens:
         return FinishReason.LENGTH, None
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepEvent:
     """What one step brought one request. `new_token_ids[k]` was sampled by decode step k of `slot`."""
 
@@ -503,19 +503,19 @@ class Scheduler:
 
     def _take_tokens(self, sequence: _Sequence, slot: int, token_ids: list[int]) -> StepEvent:
         """Append what one slot sampled in one step, up to where it stops."""
-        request = sequence.request
-        num_old_tokens = request.num_output_tokens
+        request, output = sequence.request, sequence.request.output_token_ids
+        num_old_tokens = len(output)
         stop = None
         error_token_id = None
         for token_id in token_ids:
             if token_id < 0:
                 error_token_id = token_id
                 break
-            request.output_token_ids.append(token_id)
+            output.append(token_id)
             stop = stop_after(request)
             if stop is not None:
                 break
-        new_token_ids = tuple(request.output_token_ids[num_old_tokens:])
+        new_token_ids = tuple(output[num_old_tokens:])
         if new_token_ids:
             sequence.num_confirmed_tokens = request.num_tokens - 1  # to sample the last, all before it were computed
         self.stats.num_output_tokens += len(new_token_ids)
@@ -589,7 +589,7 @@ class Scheduler:
         self._release(sequence, is_stopped=False)
         request = sequence.request
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = sequence.num_confirmed_tokens = 0
+        request.num_computed_tokens = 0
         bisect.insort(self._waiting, sequence, key=_order)
 
     def _release(self, sequence: _Sequence, *, is_stopped: bool) -> None:

@@ -89,6 +89,7 @@ class FakeRunner:
         config = self.config
         written = self.written_pages[schedule.step_id] = set()
         self.page_is_nan[list(schedule.zero_pages)] = False
+        self.pool.reshape(-1, config.page_size)[list(schedule.zero_pages)] = 0
         for slot in schedule.deactivate:
             if self.rows[slot] is not None:
                 self.rows[slot].is_active = False

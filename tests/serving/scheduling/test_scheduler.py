@@ -107,6 +107,28 @@ def test_what_can_never_run_is_refused_with_the_sizes_named(tools):
     scheduler.check_integrity()
 
 
+@pytest.mark.parametrize(("num_preemptions", "is_admitted"), [(0, True), (1, False), (2, False)])
+def test_an_admission_leaves_pages_to_grow_and_more_of_them_after_each_preemption(tools, num_preemptions, is_admitted):
+    engine = tools.Engine(tools.make_config(num_pages=5))  # 4 pages of 4 tokens
+    engine.add(tools.make_request("a", range(8), max_tokens=8))  # holds 2, may grow to 4
+    request = engine.add(tools.make_request("b", [1, 2, 3], max_tokens=2))  # needs 1 of the 2 that are free
+    request.num_preemptions = num_preemptions
+    engine.step()
+    assert len(engine.schedules[0].resets) == 1 + is_admitted
+    engine.run()
+    engine.check_outputs()
+    assert engine.scheduler.stats.num_preemptions == 0
+
+
+def test_a_request_is_not_admitted_where_it_would_be_preempted_in_the_next_step(tools):
+    engine = tools.Engine(tools.make_config(num_pages=5))
+    engine.add(tools.make_request("a", range(8), max_tokens=8))
+    engine.add(tools.make_request("b", range(10, 18), max_tokens=2))  # needs the 2 pages that "a" will need
+    engine.run()
+    engine.check_outputs()
+    assert engine.scheduler.stats.num_preemptions == 0
+
+
 # Decode
 
 
@@ -137,6 +159,29 @@ def test_while_a_request_waits_for_a_slot_no_dispatch_goes_past_the_end_of_a_run
     assert [schedule.num_decode_steps for schedule in engine.schedules] == [1, 4, 1, 1, 1]
     engine.run()
     engine.check_outputs()
+
+
+def test_the_end_of_one_request_does_not_cost_the_others_their_long_dispatches(tools):
+    engine = tools.Engine(tools.make_config(max_num_seqs=2, max_decode_steps=4))
+    engine.add(tools.make_request("a", range(4), max_tokens=33))
+    engine.add(tools.make_request("b", range(10, 14), max_tokens=3))
+    engine.run()
+    assert [schedule.num_decode_steps for schedule in engine.schedules] == [1] + [4] * 8
+    engine.check_outputs()
+
+
+def test_the_youngest_waits_for_a_page_rather_than_lose_the_ones_it_has(tools):
+    # 8 pages of 4 tokens. After one long dispatch "a" and "b" hold 4 and 3 pages and need one more each.
+    config = tools.make_config(num_pages=9, prefill_token_buckets=(32,), max_decode_steps=4)
+    engine = tools.Engine(config, depth=0)
+    engine.add(tools.make_request("a", range(12), max_tokens=9))
+    engine.add(tools.make_request("b", range(20, 28), max_tokens=12))
+    engine.run()
+    engine.check_outputs()
+    assert engine.scheduler.stats.num_preemptions == 0
+    steps = [(len(schedule.decode), schedule.num_decode_steps) for schedule in engine.schedules]
+    # Prefill, both, then "a" alone by single steps until its pages are free.
+    assert steps[:6] == [(0, 1), (2, 4), (1, 1), (1, 1), (1, 1), (1, 1)]
 
 
 def test_a_slot_gets_at_most_one_page_a_step_and_only_when_it_needs_it(tools):
@@ -272,6 +317,19 @@ def test_a_chunk_before_the_last_may_report_logits_that_are_not_finite(tools):
     assert scheduler.page_allocator.num_free_pages == 64 and len(scheduler.prefix_cache) == 0
 
 
+def test_pages_poisoned_in_flight_after_the_request_ended_are_zeroed_too(tools):
+    engine = tools.Engine(tools.make_config(max_decode_steps=1))
+    request = engine.add(tools.make_request("r", range(8), max_tokens=40))
+    engine.add(tools.make_request("other", range(20, 28), max_tokens=40))
+    engine.runner.poison_after[("r", 0)] = 5
+    engine.finish_after[("r", 0)] = 5  # a stop string, read while the step of the sixth token is in flight
+    engine.run()
+    assert request.finish_reason is FinishReason.STOP
+    assert [bool(schedule.zero_pages) for schedule in engine.schedules].count(True) == 1
+    assert not engine.runner.page_is_nan.any()
+    engine.check_outputs()
+
+
 # Prefix cache
 
 
@@ -294,6 +352,19 @@ def test_output_tokens_are_found_by_the_next_turn_of_a_conversation(tools):
     second = engine.add(tools.make_request("second", turn, max_tokens=5))
     engine.run()
     assert second.num_cached_tokens == 20  # 10 + 11 - 1 tokens have K/V: 5 pages
+    engine.check_outputs()
+
+
+def test_a_preempted_request_publishes_again_what_was_evicted_meanwhile(tools):
+    engine = tools.Engine(tools.make_config(num_pages=13, max_decode_steps=1))  # 12 pages of 4 tokens
+    engine.add(tools.make_request("old", range(8), max_tokens=33))  # 10 pages in the end
+    young = engine.add(tools.make_request("young", range(20, 28), max_tokens=20))  # 7 pages
+    engine.run()
+    assert young.num_preemptions > 0 and engine.scheduler.page_allocator.num_evictions > 0
+    turn = [*young.prompt_token_ids, *young.output_token_ids]
+    follow_up = engine.add(tools.make_request("follow-up", turn, max_tokens=2))
+    engine.run()
+    assert follow_up.num_cached_tokens == 24  # of 27 with K/V
     engine.check_outputs()
 
 
