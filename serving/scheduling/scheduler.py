@@ -37,11 +37,11 @@ NOT_FINITE = -2  # the slot's logits were not finite
 def stop_after(request: Request) -> tuple[FinishReason, int | None] | None:
     """Whether the request ends with its newest output token: (reason, stop token id), or None to go on.
 
-    The device applies the same rule: a stop token ends a request that, counting it, has at least min_tokens output
-    tokens; else the bound max_total_tokens does.
+    The device applies the same rule: a stop token ends a request that had at least min_tokens output tokens before
+    it (until then none is sampled); else the bound max_total_tokens does.
     """
     output = request.output_token_ids
-    if output[-1] in request.stop_token_ids and len(output) >= request.params.min_tokens:
+    if output[-1] in request.stop_token_ids and len(output) > request.params.min_tokens:
         return FinishReason.STOP, output[-1]
     if len(request.prompt_token_ids) + len(output) >= request.max_total_tokens:
         return FinishReason.LENGTH, None

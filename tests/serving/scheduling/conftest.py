@@ -55,7 +55,7 @@ def solo(request: Request, rope: RopeRegime) -> tuple[list[int], FinishReason, i
             state = mix(state, token_id)
         num_hashed = len(tokens)
         tokens.append(sample(state, request))
-        if tokens[-1] in request.stop_token_ids and len(tokens) - num_prompt >= request.params.min_tokens:
+        if tokens[-1] in request.stop_token_ids and len(tokens) - num_prompt > request.params.min_tokens:
             return tokens[num_prompt:], FinishReason.STOP, tokens[-1]
     return tokens[num_prompt:], FinishReason.LENGTH, None
 
@@ -166,7 +166,7 @@ class FakeRunner:
         token_id = sample(row.states[num_tokens - 1], request)
         row.tokens.append(token_id)
         row.num_output_tokens += 1
-        if (token_id in request.stop_token_ids and row.num_output_tokens >= request.params.min_tokens) or len(
+        if (token_id in request.stop_token_ids and row.num_output_tokens > request.params.min_tokens) or len(
             row.tokens
         ) >= request.max_total_tokens:
             row.is_active = False

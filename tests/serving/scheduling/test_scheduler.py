@@ -193,17 +193,18 @@ def test_a_slot_gets_at_most_one_page_a_step_and_only_when_it_needs_it(tools):
 
 
 @pytest.mark.parametrize("max_decode_steps", [1, 4])
-def test_a_stop_token_ends_a_request_once_it_has_min_tokens(tools, rng, max_decode_steps):
+def test_a_stop_token_ends_a_request_that_has_min_tokens_before_it(tools, rng, max_decode_steps):
     engine = tools.Engine(tools.make_config(max_decode_steps=max_decode_steps))
     prompt = tools.random_prompt(rng, 9)
     output, _, _ = tools.solo(tools.make_request("solo", prompt, max_tokens=60), RopeRegime())
     stop = output[10]
     first = output.index(stop)
     early = engine.add(tools.make_request("early", prompt, max_tokens=60, stop_token_ids=[stop]))
-    late = engine.add(tools.make_request("late", prompt, max_tokens=60, stop_token_ids=[stop], min_tokens=first + 2))
+    exact = engine.add(tools.make_request("exact", prompt, max_tokens=60, stop_token_ids=[stop], min_tokens=first))
+    late = engine.add(tools.make_request("late", prompt, max_tokens=60, stop_token_ids=[stop], min_tokens=first + 1))
     engine.run()
     assert (early.finish_reason, early.stop_reason) == (FinishReason.STOP, stop)
-    assert early.output_token_ids == output[: first + 1]
+    assert early.output_token_ids == exact.output_token_ids == output[: first + 1]
     assert late.num_output_tokens >= first + 2
     engine.check_outputs()
 
