@@ -340,6 +340,8 @@ class Engine:
             chosen, top_ids, top_logprobs = (np.asarray(array) for array in scores.arrays)
             for i in range(scores.num_tokens):
                 position = scores.position + i
+                if group.prompt_logprobs[position] is not None:
+                    continue  # computed again after a preemption or a rope restart: the first values stand
                 group.prompt_logprobs[position] = _token_logprob(
                     scores.request.prompt_token_ids[position], chosen[i], top_ids[i], top_logprobs[i], num_top
                 )

@@ -21,7 +21,7 @@ from checkpoints.gguf_reader import read_gguf
 from checkpoints.source import open_source
 from configs.checks import ConfigError
 
-NUM_RANDOM = 1500  # of each format
+NUM_RANDOM = 1000  # of each format
 EDGES = (0, 1, 2**7, 2**8 - 1, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 
 
