@@ -35,7 +35,6 @@ class EngineConfig:
     """
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # weights and activations
-    weights: Literal["float", "int8"] = "float"  # float: as dtype says; int8: 8-bit rows with one scale each
     kv_dtype: Literal["float32", "bfloat16"] | None = None  # None: as dtype
     page_size: int = 16  # tokens
     max_model_len: int | None = None  # tokens, prompt + output; None: the model's own limit
@@ -53,7 +52,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype", DTYPES)
-        check_choice(self, "weights", ("float", "int8"))
         check_choice(self, "kv_dtype", DTYPES, optional=True)
         check_int(self, "page_size", minimum=1, maximum=1024)
         check_int(self, "max_model_len", minimum=2, optional=True)

@@ -307,8 +307,8 @@ def test_a_saver_killed_at_random_moments_leaves_nothing_that_opens(tools, rng, 
     draw = random.Random(seed := random.SystemRandom().randrange(2**32))
     print(f"seed {seed}")
     # one whole run tells how long it takes
-    started = time.monotonic()
     run = spawn(folder, tmp_path / "whole")
+    started = time.monotonic()
     run.communicate(timeout=300)
     longest_s = time.monotonic() - started
     outcomes = []

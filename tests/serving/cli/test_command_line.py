@@ -192,7 +192,7 @@ def test_files_bindings_and_flags_reach_the_engine_the_later_winning(tmp_path):
     gin_file.write_text("RunConfig.model = 'from file'\nEngineConfig.page_size = 32\nEngineConfig.max_num_seqs = 2\n")
     flags = ["--gin_file", str(gin_file), "--gin.EngineConfig.max_num_seqs=3", "--gin_param=EngineConfig.seed = 9"]
     flags += ["--gin_bindings", "EngineConfig.max_logprobs = 4", "--page_size=64", "--engine_seed=11"]
-    flags += ["--tensor_parallel_size=2", "--prefill_token_buckets=32,64", "--kv_dtype=none", "--weights=int8"]
+    flags += ["--tensor_parallel_size=2", "--prefill_token_buckets=32,64", "--kv_dtype=none"]
     assert run("generate", "--prompt", "a", "--enable_prefix_caching=false", *flags) == 0
     (llm,) = EchoLLM.made
     assert llm.model == "from file"
@@ -202,7 +202,6 @@ def test_files_bindings_and_flags_reach_the_engine_the_later_winning(tmp_path):
         seed=11,
         max_logprobs=4,
         prefill_token_buckets=(32, 64),
-        weights="int8",
         enable_prefix_caching=False,
     )
     assert llm.mesh_config == MeshConfig(tensor=2)
@@ -212,7 +211,7 @@ def test_every_config_field_and_every_sampling_field_has_a_flag():
     # One value per field that differs from its default and passes the dataclass's checks beside the others.
     values = {
         EngineConfig: {
-            "dtype": "float32", "weights": "int8", "kv_dtype": "bfloat16", "page_size": 32, "max_model_len": 64,
+            "dtype": "float32", "kv_dtype": "bfloat16", "page_size": 32, "max_model_len": 64,
             "max_num_seqs": 3, "prefill_token_buckets": (16, 48), "query_block": 16, "max_decode_steps": 4,
             "num_pages": 9, "memory_fraction": 0.5, "enable_prefix_caching": False, "max_logprobs": 2, "seed": 8,
             "compilation_cache_dir": "here", "kv_cache_bytes": None,
