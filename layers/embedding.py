@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from sharding.param_spec import EMBED, VOCAB
-from sharding.placement import mesh_of, partition_spec
+from sharding.placement import mesh_of, partition_spec, sum_over_shards
 from sharding.rules import MESH_AXIS_OF
 
 VOCAB_AXIS = MESH_AXIS_OF[VOCAB]
@@ -25,10 +25,11 @@ def embed(table: jax.Array, token_ids: jax.Array) -> jax.Array:
         row = ids - lax.axis_index(VOCAB_AXIS) * shard.shape[0]
         is_here = (row >= 0) & (row < shard.shape[0])
         rows = shard.at[row].get(mode="clip")
-        return lax.psum(jnp.where(is_here[:, None], rows, 0), VOCAB_AXIS)
+        return jnp.where(is_here[:, None], rows, 0)
 
-    return jax.shard_map(
+    return sum_over_shards(
         lookup,
+        (VOCAB_AXIS,),
         mesh=mesh_of(table),
         in_specs=(partition_spec((VOCAB, EMBED)), PartitionSpec()),
         out_specs=partition_spec((None, EMBED)),

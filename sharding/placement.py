@@ -6,7 +6,8 @@ heads, each head is stored several times, and each copy serves an equal part of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -41,6 +42,28 @@ def mesh_of(array: jax.Array) -> AbstractMesh:
     mesh = jax.typeof(array).sharding.mesh
     assert not mesh.empty, "the array has no mesh in its type: place it with a NamedSharding on make_mesh(...)"
     return mesh
+
+
+def sum_over_shards(
+    f: Callable[..., jax.Array],
+    axes: tuple[str | None, ...],
+    *,
+    mesh: AbstractMesh,
+    in_specs: Any,
+    out_specs: PartitionSpec,
+) -> Callable[..., jax.Array]:
+    """`jax.shard_map(f)` whose result is summed over the mesh axes in `axes` (None: not split), by one all-reduce.
+
+    Where those axes have one device each, the program has no all-reduce: XLA keeps one of a single member.
+    """
+    split_axes = tuple(axis for axis in axes if axis is not None and mesh.shape[axis] > 1)
+
+    def local(*args: jax.Array) -> jax.Array:
+        return jax.lax.psum(f(*args), split_axes) if split_axes else f(*args)
+
+    # Only the sum tells JAX that the result is the same on all shards; without it there is one shard.
+    check_vma = bool(split_axes) or not any(axes)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 def stored_kv_heads(config: ModelConfig, tensor_shards: int) -> int:

@@ -24,10 +24,11 @@ def async_engine(tiny_llm):
 
 
 async def collect(engine, prompt, params=GREEDY, **kwargs):
-    streamed, output = [], None
+    streamed, last = [], None
     async for delta, output in engine.generate(prompt, params, **kwargs):
         streamed += delta.new_token_ids
-    return streamed, output
+        last = output
+    return streamed, last
 
 
 def test_many_streams_at_once_each_get_their_own_tokens_in_order(tiny_llm, async_engine):

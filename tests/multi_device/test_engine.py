@@ -1,0 +1,57 @@
+"""The whole engine on 1, 2, 4 and 8 devices: the same greedy tokens in float32."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.checks import ConfigError
+from serving import LLM, SamplingParams
+
+TINY = Path(__file__).parents[1] / "data" / "tiny"  # 8 query heads on 2 KV heads: from 4 devices on, KV heads replicate
+
+
+def make_llm(tensor_parallel_size: int) -> LLM:
+    return LLM(
+        f"dummy:{TINY}",
+        dtype="float32",
+        tensor_parallel_size=tensor_parallel_size,
+        max_model_len=96,
+        max_num_seqs=4,
+        prefill_token_buckets=(64,),
+        query_block=16,
+        max_decode_steps=1,
+        kv_cache_bytes=2**22,
+        show_progress=False,
+    )
+
+
+@pytest.mark.slow
+def test_every_number_of_devices_gives_the_same_greedy_tokens(capfd):
+    rng = np.random.default_rng(1)  # fixed: a tie within float32 rounding would be no fault of the sharding
+    prompts = [rng.integers(0, 301, int(n)).tolist() for n in (1, 5, 17, 40, 60, 33)]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
+    expected = None
+    for size in (1, 2, 4, 8):
+        llm = make_llm(size)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        tokens = [o.outputs[0].token_ids for o in outputs]
+        expected = expected or tokens
+        assert tokens == expected, size
+        assert llm.engine.num_compiles_while_serving == 0
+        for name in ("decode(4, 1)", "prefill(64)", "mixed(64, 4)"):
+            text = llm.engine.runner.program_text(name)
+            all_reduces = len(re.findall(r" all-reduce(?:-start)?\(", text))
+            # two a block, and one for the embedding's split vocabulary
+            assert all_reduces == (0 if size == 1 else 2 * 2 + 1), (size, name, all_reduces)
+    assert "rematerialization" not in capfd.readouterr().err
+
+
+def test_impossible_splits_are_refused_at_start_with_the_reason():
+    with pytest.raises(ConfigError, match=r"MeshConfig.tensor=3 cannot split ModelConfig.num_heads=8"):
+        make_llm(3)
+    with pytest.raises(ConfigError, match="16"):
+        make_llm(16)
