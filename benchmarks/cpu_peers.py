@@ -3,7 +3,7 @@
     python benchmarks/cpu_peers.py --peer_python PEERS/bin/python [--rounds 5] [--hf]
 
 PEERS is a virtual environment of its own with `xllamacpp` (a prebuilt llama.cpp) and, for --hf, `torch`, `transformers`
-and `gguf`. Every engine is a process with `--threads` threads that stays loaded; rounds alternate, one engine at work at
+and `gguf`. Every engine is a process that stays loaded (the peers with `--threads` threads, Headrace with all cores it may use); rounds alternate, one engine at work at
 a time, and ratios are taken within a round, so that what else the machine does falls on all alike. Each round measures
 
     prefill   prompt tokens / s of one prompt of --prompt tokens

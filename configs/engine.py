@@ -64,6 +64,8 @@ class EngineConfig:
         check_int(self, "kv_cache_bytes", minimum=1, optional=True)
         check_bool(self, "enable_prefix_caching")
         check_int(self, "max_logprobs", minimum=0, maximum=20)
+        if self.compilation_cache_dir is not None and not isinstance(self.compilation_cache_dir, str):
+            fail(self, "compilation_cache_dir", "must be a folder's name, or an empty one for none")
         check_int(self, "seed", minimum=0, maximum=2**63 - 1)
         buckets = self.prefill_token_buckets
         if not buckets or list(buckets) != sorted(set(buckets)):

@@ -66,9 +66,9 @@ def _run(args: argparse.Namespace, llm_factory: Any) -> int:
 def _convert(args: argparse.Namespace) -> int:
     from checkpoints.convert import convert
 
-    with ProgressReporter(True) as progress:
-        convert(args.source, args.destination, args.dtype, lambda done, total: progress("load", done, total, "bytes"))
-        progress.note(f"{args.source} is written to {args.destination}")
+    progress = ProgressReporter(True)
+    convert(args.source, args.destination, args.dtype, lambda done, total: progress("load", done, total, "bytes"))
+    progress.note(f"{args.source} is written to {args.destination}")
     return 0
 
 

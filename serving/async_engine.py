@@ -69,18 +69,17 @@ class AsyncEngine:
         request_id = request_id or f"async-{next(self._ids)}"
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
         self._send(lambda: self._add(prompt, params, request_id, stream))
-        accepted = finished = False
+        finished = False
         try:
             while not finished:
                 item = await stream.queue.get()
                 if isinstance(item, BaseException):
                     finished = True
                     raise item
-                accepted = True
                 finished = item[1] is not None
                 yield item
         finally:
-            if not finished or not accepted:
+            if not finished:
                 self.abort(request_id, stream)
 
     def abort(self, request_id: str, stream: _Stream | None = None) -> None:

@@ -7,23 +7,17 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from serving.request import RequestOutput
 
 
 class ProgressReporter:
-    """Start-up progress on standard error: one line a stage that is rewritten on a terminal, one an item elsewhere."""
+    """Start-up progress on standard error, a line an item."""
 
     def __init__(self, enabled: bool):
         self.enabled = enabled
         self._last_s = 0.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def __call__(self, stage: str, done: int, total: int, item: str) -> None:
         now_s = time.monotonic()

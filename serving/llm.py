@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from configs.checks import ConfigError
 from configs.engine import EngineConfig, MeshConfig
 from serving.display import ProgressReporter, output_html, stats_html
 from serving.engine import Engine, Prompt, build_engine
@@ -50,17 +51,19 @@ class LLM:
         show_progress: bool = True,
         **overrides: Any,
     ):
+        if mesh_config is not None and tensor_parallel_size != 1:
+            raise ConfigError(f"tensor_parallel_size={tensor_parallel_size} contradicts mesh_config: give one of them")
         config = dataclasses.replace(engine_config or EngineConfig(), **overrides)
-        with ProgressReporter(show_progress) as progress:
-            started_s = time.monotonic()
-            self.engine: Engine = build_engine(
-                model,
-                config,
-                mesh_config or MeshConfig(tensor=tensor_parallel_size),
-                progress=progress,
-            )
-            self.start_s = time.monotonic() - started_s
-            progress.note(f"ready after {self.start_s:.1f} s; memory of one device:\n{self.engine.runner.ledger}")
+        progress = ProgressReporter(show_progress)
+        started_s = time.monotonic()
+        self.engine: Engine = build_engine(
+            model,
+            config,
+            mesh_config or MeshConfig(tensor=tensor_parallel_size),
+            progress=progress,
+        )
+        self.start_s = time.monotonic() - started_s
+        progress.note(f"ready after {self.start_s:.1f} s; memory of one device:\n{self.engine.runner.ledger}")
         self._chat_template: ChatTemplate | None = None
 
     @property

@@ -1,6 +1,6 @@
 """What a client asks for and what it gets: Request, SamplingParams, RequestOutput. No JAX here.
 
-`SamplingParams` checks itself where it is made, against limits that need no model; `validate_request`
+`SamplingParams` checks itself where it is made, against limits that need no model; `serving.validation`
 checks the rest against the model's vocabulary and context, and is the one door every interface goes through.
 """
 
@@ -20,6 +20,7 @@ MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 1024
 MAX_TOKEN_LIST = 65536  # allowed or banned token ids of one request
 MAX_SEED = 2**64 - 1
+MIN_TEMPERATURE = 1e-5  # below it logits over temperature lose all but the best token: greedy
 
 
 class RequestError(ValueError):
@@ -77,7 +78,7 @@ def _ids(name: str, value: object, limit: int) -> tuple[int, ...]:
 class SamplingParams:
     """How to choose tokens. Immutable; raises RequestError on any value out of range.
 
-    temperature 0 is greedy. top_k 0 or -1 is off. Repetition penalty counts prompt and output, presence and
+    temperature under 1e-5 is greedy. top_k 0 or -1 is off. Repetition penalty counts prompt and output, presence and
     frequency penalties count output only. max_tokens None means up to the context limit. `logprobs` N returns
     the chosen token's and the N best log-probs of the raw distribution at temperature 1 (0: the chosen only).
     """
@@ -149,6 +150,7 @@ class SamplingParams:
             for k, v in self.logit_bias.items()
         }
         object.__setattr__(self, "logit_bias", bias)
+        object.__setattr__(self, "banned_token_ids", _ids("banned_token_ids", self.banned_token_ids, MAX_TOKEN_LIST))
         if self.allowed_token_ids is not None:
             allowed = _ids("allowed_token_ids", self.allowed_token_ids, MAX_TOKEN_LIST)
             if not allowed:
@@ -156,14 +158,13 @@ class SamplingParams:
             if not set(allowed) - set(self.banned_token_ids):
                 raise RequestError("allowed_token_ids", "are all banned by banned_token_ids")
             object.__setattr__(self, "allowed_token_ids", allowed)
-        object.__setattr__(self, "banned_token_ids", _ids("banned_token_ids", self.banned_token_ids, MAX_TOKEN_LIST))
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, f"must be true or false, got {_shown(getattr(self, name))}")
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def uses_penalties(self) -> bool:
@@ -178,7 +179,7 @@ class SamplingParams:
 class Request:
     """One sequence to complete, on the host. The scheduler owns it from `add` until it is finished.
 
-    `token_ids` holds prompt and output. `[0, num_computed_tokens)` have K/V in pages once every dispatched step
+    `[0, num_computed_tokens)` have K/V in pages once every dispatched step
     has run; a request gets tokens until `num_computed_tokens` catches up with what it has.
     """
 
@@ -188,7 +189,7 @@ class Request:
     max_total_tokens: int  # prompt + output bound: min(context, prompt + max_tokens)
     stop_token_ids: tuple[int, ...] = ()  # params.stop_token_ids plus the model's eos unless ignore_eos
     child_index: int = 0  # which of params.n
-    seed: int = 0  # 64-bit; folded with child_index and position on the device
+    seed: int = 0  # 64-bit; mixed with child_index on the host, with the position on the device
     arrival_time_s: float = 0.0
     cache_salt: bytes = b""  # requests of different salts never share pages through the prefix cache
 

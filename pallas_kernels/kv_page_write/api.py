@@ -14,7 +14,7 @@ def write_kv(kv_pages: jax.Array, k: jax.Array, v: jax.Array, kv_indices: jax.Ar
       k: [T, K, H], rotated keys; cast to the pool's dtype.
       v: [T, K, H].
       kv_indices: [T] int32, page_id * page_size + offset of each token. Those of real tokens differ; padding tokens
-        all name a place in page 0, whose content is then any of theirs. Out-of-range indices are dropped.
+        all name a place in page 0, whose content is then any of theirs. Indices past the pool are dropped.
 
     Returns:
       kv_pages with the tokens written.

@@ -1,4 +1,4 @@
-"""`headrace bench decode|prefill|mixed|batching`: figures as JSON lines, the same work as the anchors' peer script.
+"""`headrace bench decode|prefill|mixed|batching`: figures as JSON lines.
 
 Prompts are token ids drawn with a fixed seed, so that another engine can run exactly the same work. A decode figure is
 (time of `steps` + 1 tokens - time of 1 token) / `steps`: queueing and prefill cancel out.

@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         generate, SamplingParams, description="what is not given comes from the model's generation_config.json"
     )
 
-    bench_command = command("bench", "measure decode, prefill or mixed work; one JSON object a figure")
+    bench_command = command("bench", "measure decode, prefill, mixed work or batching; one JSON object a figure")
     bench.add_arguments(bench_command)
     add_engine_flags(bench_command)
 

@@ -63,7 +63,7 @@ def device_memory_bytes(device: jax.Device, num_devices: int) -> int:
         return psutil.virtual_memory().available // num_devices
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
-        raise ConfigError(f"device {device} does not say how much memory it has: set EngineConfig.num_pages")
+        raise ConfigError(f"device {device} does not say how much memory it has")
     return stats["bytes_limit"]
 
 
@@ -101,8 +101,9 @@ def choose_num_pages(
         # Twice full occupancy leaves as much again for cached prefixes; more would only lie idle.
         num_pages = min(pool_bytes // page_nbytes, 2 * config.max_num_seqs * pages_per_sequence + 1)
     if num_pages * page_nbytes > free_bytes:
+        field = "num_pages" if config.kv_cache_bytes is None else "kv_cache_bytes"
         raise ConfigError(
-            f"EngineConfig.num_pages={num_pages} takes {num_pages * page_nbytes:,} bytes of KV; "
+            f"EngineConfig.{field}={getattr(config, field)}: {num_pages} pages take {num_pages * page_nbytes:,} bytes of KV; "
             f"{max(free_bytes, 0):,} bytes are left beside weights and workspace"
         )
     if num_pages - 1 < pages_per_sequence:

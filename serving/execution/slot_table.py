@@ -36,7 +36,8 @@ class SlotTable:
     sampling: SamplingRows
 
 
-_FIELDS = [
+_FLOAT_FIELDS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_FIELDS = (
     "slot",
     "rope_len",
     "limit",
@@ -46,13 +47,8 @@ _FIELDS = [
     "key_low",
     "min_position",
     "top_k",
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-]
+    *_FLOAT_FIELDS,
+)
 _AT = {name: i for i, name in enumerate(_FIELDS)}
 
 
@@ -126,8 +122,11 @@ def pack_reset(reset: SlotReset, max_pages: int) -> np.ndarray:
     for name, value in ints.items():
         row[_AT[name]] = value
     row[[_AT["key_high"], _AT["key_low"]]] = np.array([high, low], np.uint32).view(np.int32)
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        row[_AT[name]] = np.float32(getattr(params, name)).view(np.int32)
+    floats = {name: getattr(params, name) for name in _FLOAT_FIELDS}
+    if params.is_greedy:
+        floats["temperature"] = 0.0
+    for name, value in floats.items():
+        row[_AT[name]] = np.float32(value).view(np.int32)
     stops = row[len(_FIELDS) : len(_FIELDS) + NUM_STOP_IDS]
     stops[:] = -1
     stops[: len(request.stop_token_ids)] = request.stop_token_ids
@@ -147,17 +146,7 @@ def reset_slot(table: SlotTable, packed: Array) -> SlotTable:
 
     sampling = replace(
         table.sampling,
-        **{
-            name: put(getattr(table.sampling, name), number(name))
-            for name in (
-                "temperature",
-                "top_p",
-                "min_p",
-                "repetition_penalty",
-                "presence_penalty",
-                "frequency_penalty",
-            )
-        },
+        **{name: put(getattr(table.sampling, name), number(name)) for name in _FLOAT_FIELDS},
         top_k=put(table.sampling.top_k, packed[_AT["top_k"]]),
         min_positions=put(table.sampling.min_positions, packed[_AT["min_position"]]),
         uses_vocab=put(table.sampling.uses_vocab, packed[_AT["uses_vocab"]] != 0),

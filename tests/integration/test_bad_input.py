@@ -192,3 +192,12 @@ def test_a_live_request_id_cannot_be_used_twice(tiny_llm):
     while engine.has_work():
         engine.step()
     assert str(engine.collect("same").outputs[0].finish_reason) == "abort"
+
+
+def test_settings_that_are_wrong_together_are_refused_by_field():
+    with pytest.raises(RequestError, match="banned_token_ids: must be a list"):
+        SamplingParams(allowed_token_ids=[1], banned_token_ids=5)
+    with pytest.raises(RequestError, match="allowed_token_ids: are all banned"):
+        SamplingParams(allowed_token_ids=[1, 2], banned_token_ids=[2, 1])
+    with pytest.raises(RequestError, match="min_tokens: 5 is above max_tokens=4"):
+        SamplingParams(min_tokens=5, max_tokens=4)

@@ -191,3 +191,9 @@ def test_a_row_that_is_not_finite_ends_its_own_request_only(tiny_llm):
     many = [np.random.default_rng(i).integers(0, 299, 60).tolist() for i in range(40)]
     assert all(len(o.outputs[0].token_ids) == 20 for o in generate(tiny_llm, many, params))
     assert [o.outputs[0].token_ids for o in generate(tiny_llm, good, params)] == expected
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy(tiny_llm):
+    greedy = tokens(tiny_llm, [1, 2, 3])
+    assert tokens(tiny_llm, [1, 2, 3], temperature=1e-9) == greedy
+    assert tokens(tiny_llm, [1, 2, 3], temperature=1e-300, top_p=0.5) == greedy
