@@ -77,7 +77,7 @@ def _keep_top_p(logits: Array, top_p: Array) -> Array:
     keys = _sort_keys(logits)
     probs = jax.nn.softmax(logits, axis=-1)
     threshold = _largest_key(keys, lambda kept: jnp.where(kept, probs, 0.0).sum(-1) >= top_p)
-    # The best token stays even where rounding leaves the whole mass below top_p.
+    threshold = jnp.minimum(threshold, keys.max(-1))  # the best token stays, also where top_p is 0 in float32
     kept = (keys >= threshold[:, None]) | (top_p >= 1.0)[:, None]
     return jnp.where(kept, logits, -jnp.inf)
 

@@ -31,7 +31,7 @@ from serving.request import (
     TokenLogprob,
 )
 from serving.scheduling.config import RopeRegime, SchedulerConfig
-from serving.scheduling.scheduler import Scheduler, StepEvent
+from serving.scheduling.scheduler import NOT_FINITE, Scheduler, StepEvent
 from serving.text.base import TokenizerError
 from serving.text.detokenizer import IncrementalDetokenizer
 from serving.text.generation_config import default_fields, eos_token_ids
@@ -39,6 +39,8 @@ from serving.text.tokenizer import Tokenizer, load_tokenizer
 from serving.validation import check_params, check_prompt_ids, max_total_tokens
 from sharding.mesh import make_mesh
 from sharding.placement import check_split, named_sharding
+
+MAX_REQUEST_ID_CHARS = 256
 
 Prompt = str | Sequence[int]
 Progress = Callable[[str, int, int, str], None]  # stage, done, in all, unit or item
@@ -75,6 +77,9 @@ class _Group:
     arrival_time_s: float
     first_token_time_s: float | None = None
     num_unfinished: int = 0
+
+    def owns(self, request: Request) -> bool:
+        return any(completion.request is request for completion in self.completions)
 
 
 @dataclass
@@ -124,6 +129,10 @@ class Engine:
         )
         if len(self.eos_token_ids) > MAX_EOS_IDS:
             raise ConfigError(f"eos_token_ids has {len(self.eos_token_ids)} entries; at most {MAX_EOS_IDS} are handled")
+        if config.max_logprobs > model_config.vocab_size:
+            raise ConfigError(
+                f"EngineConfig.max_logprobs={config.max_logprobs} is above the vocabulary of {model_config.vocab_size}"
+            )
         self.runner = ModelRunner(
             model_config, config, mesh, params, max_model_len=self.max_model_len, device_bytes=device_bytes
         )
@@ -137,7 +146,8 @@ class Engine:
         self.counters = EngineCounters()
         self._groups: dict[str, _Group] = {}
         self._pending: PendingStep | None = None
-        self._ids = itertools.count()
+        self._failure: BaseException | None = None  # what ended a step halfway: the device's state is lost with it
+        self._ids = (f"request-{number}" for number in itertools.count())
         self._seeds = np.random.default_rng(config.seed)
 
     def _make_scheduler(self, *, static_batching: bool) -> Scheduler:
@@ -173,6 +183,13 @@ class Engine:
 
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a request; returns its id. Raises RequestError, and then nothing has changed."""
+        self._check_alive()
+        if not isinstance(params, SamplingParams):
+            raise RequestError("sampling_params", f"must be SamplingParams, got {type(params).__name__}")
+        if request_id is not None and (
+            not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS
+        ):
+            raise RequestError("request_id", f"must be a string of 1 to {MAX_REQUEST_ID_CHARS} characters")
         check_params(
             params,
             self.model_config,
@@ -185,11 +202,14 @@ class Engine:
         )
         limit = max_total_tokens(len(token_ids), params, self.max_model_len)
         if request_id is None:
-            request_id = f"request-{next(self._ids)}"
+            request_id = next(name for name in self._ids if name not in self._groups)
         elif request_id in self._groups:
             raise RequestError("request_id", f"{request_id[:80]!r} is in use by a request that has not finished")
         seed = params.seed % 2**64 if params.seed is not None else int(self._seeds.integers(2**64, dtype=np.uint64))
         stop_ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.eos_token_ids)
+        allowed = None if params.allowed_token_ids is None else {*params.allowed_token_ids} - {*params.banned_token_ids}
+        if params.min_tokens and allowed is not None and allowed <= {*stop_ids}:
+            raise RequestError("min_tokens", f"{params.min_tokens} holds back every token of allowed_token_ids")
         now_s = time.monotonic()
         completions = [
             _Completion(
@@ -286,13 +306,34 @@ class Engine:
         del self._groups[request_id]
         return output
 
+    def discard(self, request_id: str) -> None:
+        """End a request, if it has not ended, and forget it. Unknown ids are ignored."""
+        self.abort(request_id)
+        self._groups.pop(request_id, None)
+
     # Steps
 
     def has_work(self) -> bool:
-        return self._pending is not None or self.scheduler.has_work()
+        return self._failure is None and (self._pending is not None or self.scheduler.has_work())
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("the engine has stopped: a step ended halfway") from self._failure
 
     def step(self) -> list[OutputDelta]:
-        """Dispatch the next step, then read the one before; returns what that one produced."""
+        """Dispatch the next step, then read the one before; returns what that one produced.
+
+        Whatever ends a step halfway (a fault of the device, an interrupt) ends the engine: pages and slots were
+        donated to a program that may not have run. Later calls raise RuntimeError.
+        """
+        self._check_alive()
+        try:
+            return self._step()
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _step(self) -> list[OutputDelta]:
         deltas: list[OutputDelta] = []
         schedule = self.scheduler.schedule()
         if schedule is None and self._pending is not None:
@@ -327,17 +368,29 @@ class Engine:
             return []
         result = self._pending.read()
         self._pending = None
-        self._record_prompt_logprobs(result)
-        events = self.scheduler.update(result.schedule, result.tokens)
+        tokens = result.tokens
+        not_finite = self._record_prompt_logprobs(result)
+        if not_finite:
+            tokens = tokens.copy()
+            for chunk in result.schedule.prefill:
+                if not chunk.samples and any(chunk.request is request for request in not_finite):
+                    tokens[0, chunk.slot] = NOT_FINITE  # a chunk that samples says so itself
+        events = self.scheduler.update(result.schedule, tokens)
         return [self._advance(event, result) for event in events]
 
-    def _record_prompt_logprobs(self, result: StepResult) -> None:
+    def _record_prompt_logprobs(self, result: StepResult) -> list[Request]:
+        """Keep the step's prompt log-probs; returns the requests whose values were not finite."""
+        not_finite = []
         for scores in result.scores:
             group = self._groups.get(scores.request.request_id)
-            if group is None or group.prompt_logprobs is None:
+            # The id may be in use again: what matters is the request itself.
+            if group is None or group.prompt_logprobs is None or not group.owns(scores.request):
                 continue
             num_top = scores.request.params.prompt_logprobs or 0
             chosen, top_ids, top_logprobs = (np.asarray(array) for array in scores.arrays)
+            if not np.isfinite(chosen[: scores.num_tokens]).all():
+                not_finite.append(scores.request)
+                continue
             for i in range(scores.num_tokens):
                 position = scores.position + i
                 if group.prompt_logprobs[position] is not None:
@@ -345,6 +398,7 @@ class Engine:
                 group.prompt_logprobs[position] = _token_logprob(
                     scores.request.prompt_token_ids[position], chosen[i], top_ids[i], top_logprobs[i], num_top
                 )
+        return not_finite
 
     def _advance(self, event: StepEvent, result: StepResult) -> OutputDelta:
         request = event.request
@@ -390,7 +444,7 @@ class Engine:
         stopped = completion.detokenizer.stopped
         if not self.scheduler.finish(request, FinishReason.STOP, stopped):
             # The same step went on to another end; the string came first.
-            request.finish_reason, request.stop_reason = FinishReason.STOP, stopped
+            request.finish_reason, request.stop_reason, request.error = FinishReason.STOP, stopped, None
         del request.output_token_ids[num_output_tokens:]
 
     def _finish_delta(
@@ -412,7 +466,8 @@ class Engine:
         )
         group.num_unfinished -= 1
         self.counters.num_finished[str(request.finish_reason)] += 1
-        self.counters.num_cached_tokens += request.num_cached_tokens
+        if output.index == 0:  # prompt tokens are counted once a request as well
+            self.counters.num_cached_tokens += request.num_cached_tokens
         return OutputDelta(
             request_id=group.request_id,
             index=output.index,

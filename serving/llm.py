@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -160,24 +162,24 @@ class LLM:
             bar = _progress_bar(use_tqdm, len(prompts))
             num_output_tokens, started_s = 0, time.monotonic()
             finished: set[str] = set()
-            while len(finished) < len(request_ids):
-                for delta in engine.step():
-                    num_output_tokens += len(delta.new_token_ids)
-                    if delta.request_finished:
-                        finished.add(delta.request_id)
-                        if bar is not None:
-                            bar.update(1)
-                            elapsed_s = max(time.monotonic() - started_s, 1e-9)
-                            bar.set_postfix_str(f"{num_output_tokens / elapsed_s:.1f} output tok/s")
+            with _interrupts_between_steps() as check_interrupt:
+                while len(finished) < len(request_ids):
+                    check_interrupt()
+                    for delta in engine.step():
+                        num_output_tokens += len(delta.new_token_ids)
+                        if delta.request_finished:
+                            finished.add(delta.request_id)
+                            if bar is not None:
+                                bar.update(1)
+                                elapsed_s = max(time.monotonic() - started_s, 1e-9)
+                                bar.set_postfix_str(f"{num_output_tokens / elapsed_s:.1f} output tok/s")
             return RequestOutputs(engine.collect(request_id) for request_id in request_ids)
         except BaseException:
             # Ctrl-C, or a prompt that was refused: nothing of this call stays behind.
             for request_id in request_ids:
-                engine.abort(request_id)
+                engine.discard(request_id)
             while engine.has_work():
                 engine.step()
-            for request_id in request_ids:
-                engine.collect(request_id)
             raise
         finally:
             if bar is not None:
@@ -190,6 +192,25 @@ class LLM:
 
     def _repr_html_(self) -> str:
         return stats_html(self.stats())
+
+
+@contextlib.contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Hold back Ctrl-C while a step runs, which would lose the device's state; the yielded function raises it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    interrupted = threading.Event()
+    previous = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+
+    def check() -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, previous or signal.default_int_handler)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ checks the rest against the model's vocabulary and context, and is the one door 
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +45,10 @@ class RequestStatus(enum.Enum):
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python shows
+        return "a number too long to show"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -61,7 +63,7 @@ def _int(name: str, value: object, low: int, high: int) -> int:
 def _float(name: str, value: object, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(name, f"must be a number, got {_shown(value)}")
-    if not (math.isfinite(value) and low <= value <= high):
+    if not low <= value <= high:  # NaN is refused too, and so is an integer larger than any float
         raise RequestError(name, f"must be a finite number in [{low}, {high}], got {_shown(value)}")
     return float(value)
 
@@ -137,8 +139,7 @@ class SamplingParams:
                 _int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise RequestError("max_tokens", "is 0, which is allowed only with prompt_logprobs (scoring a prompt)")
-        if _float("repetition_penalty", self.repetition_penalty, 0.0, 100.0) == 0.0:
-            raise RequestError("repetition_penalty", "must be above 0, got 0.0")
+        _float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _float("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _float("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         if not isinstance(self.logit_bias, Mapping):

@@ -64,6 +64,17 @@ class Bench:
         self.llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - started_s
 
+    def _check_cases(self, cases: Sequence[tuple[int, int]], num_output: int) -> None:
+        """A case that does not run at once would give figures of something else."""
+        config, room = self.llm.engine.config, self.llm.engine.max_model_len
+        for batch, context in cases:
+            if batch > config.max_num_seqs:
+                raise ConfigError(f"--batch={batch} is above EngineConfig.max_num_seqs={config.max_num_seqs}")
+            if context + num_output > room:
+                raise ConfigError(
+                    f"--context={context}: with {num_output} output tokens it exceeds the context of {room}"
+                )
+
     def _emit(self, **figures: Any) -> None:
         compiles = self.llm.engine.num_compiles_while_serving
         print(
@@ -73,6 +84,7 @@ class Bench:
 
     def decode(self, cases: Sequence[tuple[int, int]], num_steps: int) -> None:
         """Milliseconds of a decode step for (batch, context)."""
+        self._check_cases(cases, num_steps + 1)
         rng = np.random.default_rng(0)
         self._run_s(random_prompts(rng, 1, 64, self.vocab_size), 8)
         for batch, context in cases:
@@ -95,6 +107,7 @@ class Bench:
 
     def prefill(self, cases: Sequence[tuple[int, int]]) -> None:
         """Prompt tokens a second for (prompts, length), each prompt to its first token."""
+        self._check_cases([(1, length) for _, length in cases], 1)
         rng = np.random.default_rng(0)
         self._run_s(random_prompts(rng, 1, 64, self.vocab_size), 1)
         for count, length in cases:
@@ -146,7 +159,7 @@ class Bench:
         batches = [outputs[i : i + num_slots] for i in range(0, len(outputs), num_slots)]
         held = {"static": sum(len(b) * (max(b) - 1) for b in batches), "continuous": sum(o - 1 for o in outputs)}
         figures: dict[str, Any] = {}
-        self._run_s(prompts[:1], 2)
+        self._run_s(prompts[:1], outputs[:1])
         for mode in ("static", "continuous"):
             self.llm.engine.restart_scheduler(static_batching=mode == "static")
             seconds = self._run_s(prompts, outputs)
@@ -181,7 +194,7 @@ def read_lengths(path: str, count: int) -> list[tuple[int, int]]:
     """The first `count` rows of a CSV file with columns input_tokens and output_tokens. Raises ConfigError."""
     try:
         with Path(path).open(newline="") as file:
-            rows = [(int(row["input_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
+            rows = [(int(row["input_tokens"]), max(int(row["output_tokens"]), 2)) for row in csv.DictReader(file)]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"--lengths={path}: {error!r}") from error
     if len(rows) < count:
@@ -191,6 +204,9 @@ def read_lengths(path: str, count: int) -> list[tuple[int, int]]:
 
 def run(llm: Any, args: argparse.Namespace, name: str) -> None:
     """The figure that `args` names, on an engine that is ready. Raises ConfigError on flags that do not go together."""
+    for flag in ("steps", "repeats", "num_requests"):
+        if getattr(args, flag) < 1:
+            raise ConfigError(f"--{flag} must be at least 1, got {getattr(args, flag)}")
     bench = Bench(llm, name, args.repeats)
     cases = None
     if args.batch or args.context:

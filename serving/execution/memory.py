@@ -64,7 +64,7 @@ def device_memory_bytes(device: jax.Device, num_devices: int) -> int:
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise ConfigError(f"device {device} does not say how much memory it has")
-    return stats["bytes_limit"]
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
 def page_bytes(model: ModelConfig, stored_kv_heads: int, page_size: int, kv_itemsize: int, tensor_shards: int) -> int:

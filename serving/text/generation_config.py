@@ -93,6 +93,8 @@ def default_fields(
     }
     if not do_sample:
         from_file["temperature"] = 0.0
+    if "min_tokens" in from_file:
+        from_file.setdefault("max_tokens", None)  # the engine's default may be below the model's own minimum
     flags = dict(server_flags or {})
     unknown = set(flags) - {field.name for field in fields(SamplingParams)}
     if unknown:
