@@ -161,10 +161,6 @@ class OrbaxStore:
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
 
-    @property
-    def stored_kv_heads(self) -> int:
-        return self.shapes["layers/0/qkv/kernel"][0]
-
     def load_params(
         self,
         specs: Mapping[str, ParamSpec],

@@ -142,12 +142,3 @@ class ModelConfig:
             fail(self, "layer_types", f"must name one of {', '.join(LAYER_TYPES)} for each of {self.num_layers} layers")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             fail(self, "sliding_window", "is required: layer_types has sliding_attention")
-
-    @property
-    def num_groups(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Bytes of K and V that one token takes over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value

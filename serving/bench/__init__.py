@@ -207,6 +207,10 @@ def run(llm: Any, args: argparse.Namespace, name: str) -> None:
     for flag in ("steps", "repeats", "num_requests"):
         if getattr(args, flag) < 1:
             raise ConfigError(f"--{flag} must be at least 1, got {getattr(args, flag)}")
+    if args.figure in ("mixed", "batching") and (args.batch or args.context):
+        raise ConfigError(f"--batch and --context are for decode and prefill, not for {args.figure}")
+    if args.figure != "batching" and args.lengths is not None:
+        raise ConfigError(f"--lengths is for batching, not for {args.figure}")
     bench = Bench(llm, name, args.repeats)
     cases = None
     if args.batch or args.context:

@@ -285,10 +285,6 @@ class ModelRunner:
         """A copy of the slot table on the host, as numpy arrays: for looking at, not for serving."""
         return jax.tree.map(np.asarray, self._table)
 
-    @property
-    def program_names(self) -> tuple[str, ...]:
-        return tuple(self._compiled)
-
     # One step
 
     def dispatch(self, schedule: Schedule) -> PendingStep:

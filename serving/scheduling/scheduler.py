@@ -154,10 +154,6 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def num_in_flight_steps(self) -> int:
-        return len(self._in_flight)
-
-    @property
     def num_unused_page_tokens(self) -> int:
         """Tokens that the pages of running requests could hold beyond those they have: the waste of paging."""
         page_size = self.config.page_size
