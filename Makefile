@@ -2,6 +2,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+AOT_VENV := .venv-aot
 PYTHON ?=
 PYTEST_ARGS ?=
 PACKAGES := serving layers pallas_kernels sharding checkpoints configs
@@ -9,16 +10,18 @@ PACKAGES := serving layers pallas_kernels sharding checkpoints configs
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help demo test lint format notebooks clean
+.PHONY: help demo test lint aot aot-gate format notebooks clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       install, and answer eight chats with a small real model on this machine"
 	@echo "make test       install with the developers' tools, lint, and run every test"
 	@echo "make lint       ruff, mypy and the import rules alone"
+	@echo "make aot        compile kernels and whole programs for H200 and TPUs, which need not be there (in $(AOT_VENV))"
+	@echo "make aot-gate   the short part of it, for H200 alone"
 	@echo "make format     sort imports and format, changing files"
 	@echo "make notebooks  run every notebook from top to bottom"
-	@echo "make clean      remove caches and built files; remove $(VENV) by hand to install anew"
+	@echo "make clean      remove caches and built files; remove $(VENV) and $(AOT_VENV) by hand to install anew"
 
 demo: $(VENV)/.stamp-run $(VENV)/.stamp-demo-model
 	$(BIN)/headrace generate --gin_file=runs/demo.gin --prompts_file=configs/runs/demo_prompts.jsonl \
@@ -33,6 +36,12 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+aot: $(AOT_VENV)/.stamp-gpu $(AOT_VENV)/.stamp-tpu
+	$(AOT_VENV)/bin/pytest tests/aot -n 2 $(PYTEST_ARGS)
+
+aot-gate: $(AOT_VENV)/.stamp-gpu
+	$(AOT_VENV)/bin/pytest tests/aot -m gate -n 2 $(PYTEST_ARGS)
+
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -46,10 +55,10 @@ clean:
 
 # Stamps: each says what is installed in $(VENV), and is renewed when the file that asks for it changes.
 
-$(BIN)/python:
+$(BIN)/python $(AOT_VENV)/bin/python:
 	@for python in $(PYTHON) python3.12 python3.13 python3 python3.14; do \
 	  if "$$python" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
-	    echo "$$python -m venv $(VENV)"; exec "$$python" -m venv $(VENV); \
+	    echo "$$python -m venv $(@D:/bin=)"; exec "$$python" -m venv $(@D:/bin=); \
 	  fi; \
 	done; \
 	echo "error: needs Python 3.12 or newer with its venv module (on Debian: apt install python3-venv);" >&2; \
@@ -61,6 +70,15 @@ $(VENV)/.stamp-run: pyproject.toml | $(BIN)/python
 
 $(VENV)/.stamp-dev: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+# Compilers without the cards: 0.4 GB to download for CUDA, 0.2 GB more for TPUs. Apart, so that $(VENV) stays light.
+$(AOT_VENV)/.stamp-gpu: pyproject.toml | $(AOT_VENV)/bin/python
+	$(AOT_VENV)/bin/python -m pip install --quiet --editable '.[test,aot]'
+	@touch $@
+
+$(AOT_VENV)/.stamp-tpu: pyproject.toml | $(AOT_VENV)/bin/python
+	$(AOT_VENV)/bin/python -m pip install --quiet --editable '.[test,aot,aot-tpu]'
 	@touch $@
 
 $(VENV)/.stamp-demo-model: requirements-demo.txt | $(BIN)/python

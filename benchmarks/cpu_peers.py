@@ -52,7 +52,6 @@ class Headrace:
                 page_size=args.page_size,
                 prefill_token_buckets=(args.prompt,),
                 query_block=args.query_block,
-                max_decode_steps=1,
                 enable_prefix_caching=False,
                 show_progress=False,
             )

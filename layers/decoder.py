@@ -68,13 +68,13 @@ def _positions(rows: AttentionRows) -> jax.Array:
     return rows.starts[:, None] + jnp.arange(rows.num_queries, dtype=jnp.int32)
 
 
-def _kv_indices(rows: AttentionRows, page_size: int) -> jax.Array:
-    """[R * Q] the place in the pool of each token: page_id * page_size + offset; tokens that are none go to 0."""
+def _kv_indices(rows: AttentionRows, num_pages: int, page_size: int) -> jax.Array:
+    """[R * Q] the place in the pool of each token: page_id * page_size + offset; past the pool for padding."""
     positions = _positions(rows)
     page_index, offset = positions // page_size, positions % page_size
     page_ids = jnp.take_along_axis(rows.page_table, page_index, axis=1, mode="clip")
     is_token = jnp.arange(rows.num_queries, dtype=jnp.int32) < rows.lengths[:, None]
-    return jnp.where(is_token, page_ids * page_size + offset, 0).reshape(-1)
+    return jnp.where(is_token, page_ids * page_size + offset, num_pages * page_size).reshape(-1)
 
 
 def _rope_of(config: ModelConfig, layer_type: LayerType) -> RopeConfig:
@@ -103,10 +103,10 @@ def forward(model: Decoder, kv_cache: KVCache, inputs: StepInputs) -> tuple[KVCa
     Keys and values of the tokens are written to `kv_cache`, in place where the caller donates it.
     """
     config = model.config
-    page_size = kv_cache[0].shape[3]
+    num_pages, _, page_size, _, _ = kv_cache[0].shape
     positions = jnp.concatenate([_positions(rows).reshape(-1) for rows in inputs.rows])
     rope_lens = jnp.concatenate([jnp.repeat(rows.rope_lens, rows.num_queries) for rows in inputs.rows])
-    kv_indices = jnp.concatenate([_kv_indices(rows, page_size) for rows in inputs.rows])
+    kv_indices = jnp.concatenate([_kv_indices(rows, num_pages, page_size) for rows in inputs.rows])
     assert inputs.token_ids.shape == positions.shape, (inputs.token_ids.shape, positions.shape)
     ropes = {
         rope: rope_tables(rope, positions, rope_lens)

@@ -101,27 +101,75 @@ def _draw(logits: Array, rows: SamplingRows, positions: Array) -> Array:
     return jnp.where(rows.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
 
 
-def sample(logits: Array, rows: SamplingRows, positions: Array) -> Array:
-    """Choose one token a row.
+def _hold_back_stops(logits: Array, rows: SamplingRows, positions: Array) -> Array:
+    hits = jnp.where(rows.stop_ids >= 0, rows.stop_ids, logits.shape[1])  # out of range: dropped
+    mask = jnp.zeros(logits.shape, bool).at[jnp.arange(logits.shape[0])[:, None], hits].set(True, mode="drop")
+    return jnp.where(mask & (positions < rows.min_positions)[:, None], -jnp.inf, logits)
 
-    logits: [S, V] float32. positions: [S] int32, the position the new token takes in its sequence.
-    Returns [S] int32: the token id, or -2 where the row's logits are not usable (NaN, +inf, or nothing left to
-    choose), which is that row's fault alone.
-    """
+
+def _greedy(logits: Array) -> Array:
+    """The best token of each row, or -2: the best of a row with NaN is NaN (XLA's order of argmax)."""
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    best = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return jnp.where(jnp.isfinite(best), tokens, -2)
+
+
+def _sample(logits: Array, rows: SamplingRows, positions: Array) -> Array:
     usable = jnp.isfinite(logits.max(-1))
     logits = lax.cond(rows.uses_vocab.any(), _apply_vocab, lambda x, _: x, logits, rows)
-
-    def hold_back_stops(x, rows):
-        hits = jnp.where(rows.stop_ids >= 0, rows.stop_ids, x.shape[1])  # out of range: dropped
-        mask = jnp.zeros(x.shape, bool).at[jnp.arange(x.shape[0])[:, None], hits].set(True, mode="drop")
-        return jnp.where(mask & (positions < rows.min_positions)[:, None], -jnp.inf, x)
-
-    logits = lax.cond((positions < rows.min_positions).any(), hold_back_stops, lambda x, _: x, logits, rows)
+    logits = _hold_back_stops(logits, rows, positions)
     usable &= jnp.isfinite(logits.max(-1))
     tokens = lax.cond(
         (rows.temperature > 0).any(), _draw, lambda x, *_: jnp.argmax(x, -1).astype(jnp.int32), logits, rows, positions
     )
     return jnp.where(usable, tokens, -2)
+
+
+def sample(logits: Array, rows: SamplingRows, positions: Array) -> Array:
+    """Choose one token for each of the first R rows.
+
+    logits: [R, V] float32. positions: [R] int32, the position the new token takes in its sequence.
+    Returns [R] int32: the token id, or -2 where the row's logits are not usable (NaN, +inf, or nothing left to
+    choose), which is that row's fault alone.
+    """
+    num_rows = logits.shape[0]
+
+    def first(array: Array) -> Array:
+        return array[:num_rows]
+
+    # Where no row asks for more than the best token, one pass over the logits does. The rows are cut inside the
+    # branch: a branch's operands are buffers, and [R, V] copies of bias, counts and seen would be made at every step.
+    needs_more = (
+        first(rows.uses_vocab) | (first(rows.temperature) > 0) | (positions < first(rows.min_positions))
+    ).any()
+    return lax.cond(
+        needs_more,
+        lambda logits, rows, positions: _sample(logits, jax.tree.map(first, rows), positions),
+        lambda logits, *_: _greedy(logits),
+        logits,
+        rows,
+        positions,
+    )
+
+
+def _top(values: Array, num_top: int) -> tuple[Array, Array]:
+    """The `num_top` largest of each row [R, V], best first, ties by index -> values and indices [R, num_top].
+
+    As many passes as results: `lax.top_k` is a sort on a GPU, by a library call that no command buffer can hold.
+    """
+    num_rows = values.shape[0]
+
+    def take_best(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        rest, top, ids = carry
+        best = jnp.argmax(rest, axis=-1).astype(jnp.int32)
+        top = top.at[:, i].set(jnp.take_along_axis(rest, best[:, None], axis=-1)[:, 0])
+        return rest.at[jnp.arange(num_rows), best].set(-jnp.inf), top, ids.at[:, i].set(best)
+
+    shape = (num_rows, num_top)
+    _, top, ids = lax.fori_loop(
+        0, num_top, take_best, (values, jnp.zeros(shape, values.dtype), jnp.zeros(shape, jnp.int32))
+    )
+    return top, ids
 
 
 def chosen_and_top_logprobs(logits: Array, tokens: Array, num_top: int) -> tuple[Array, Array, Array]:
@@ -132,5 +180,5 @@ def chosen_and_top_logprobs(logits: Array, tokens: Array, num_top: int) -> tuple
     """
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
-    top, ids = lax.top_k(logprobs, num_top)
-    return chosen, ids.astype(jnp.int32), top
+    top, ids = _top(logprobs, num_top)
+    return chosen, ids, top

@@ -14,8 +14,8 @@ class AttentionRows:
     """R rows of Q consecutive tokens of one sequence each. Several rows may be consecutive parts of one sequence.
 
     Query i of row r stands at absolute position starts[r] + i and is real where i < lengths[r]. Keys and values of
-    all real tokens are written to pages before any query attends. Other tokens write to the null page and give
-    finite hidden states that mean nothing.
+    all real tokens are written to pages before any query attends. Other tokens write nowhere and give
+    hidden states that mean nothing.
     """
 
     page_table: jax.Array  # [R, P] int32: page ids of the row's sequence in order

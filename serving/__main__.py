@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from configs.checks import ConfigError
 from configs.load import config_text
 from configs.run import Configs
 from serving import bench
+from serving.cli.compile import run_compile
 from serving.cli.generate import run_generate
 from serving.cli.parser import UsageError, build_parser, configs_from, rewrite_gin_sugar
 from serving.display import ProgressReporter
@@ -41,6 +43,9 @@ def main(argv: Sequence[str] | None = None, *, llm_factory: Any = None) -> int:
     except KeyboardInterrupt:
         print("headrace: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
+        return 1
     except USER_ERRORS as error:
         if "--debug" in argv:
             traceback.print_exc()
@@ -55,10 +60,12 @@ def _run(args: argparse.Namespace, llm_factory: Any) -> int:
     if args.print_config:
         print(config_text(configs))
         return 0
+    if args.command == "compile":
+        return run_compile(args, configs)
     source = configs.run.model_source
     make_llm = functools.partial(_make_llm, source, configs, llm_factory)
     if args.command == "bench":
-        bench.run(make_llm(), args, source)
+        bench.run(make_llm, args, source)
         return 0
     return run_generate(args, make_llm)
 

@@ -7,18 +7,20 @@ thread dies, every waiting and every later call raises EngineDeadError.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
-import itertools
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from configs.engine import EngineConfig, MeshConfig
-from serving.engine import Engine, OutputDelta, Prompt, build_engine
+from serving.engine import CheckedRequest, Engine, OutputDelta, Prompt, build_engine
 from serving.request import RequestOutput, SamplingParams
+from serving.validation import check_request_id
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ class EngineDeadError(RuntimeError):
 class _Stream:
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[tuple[OutputDelta, RequestOutput | None] | BaseException]
+    request_id: str | None = None  # of the engine's thread; None until the engine has the request
 
     def put(self, item: tuple[OutputDelta, RequestOutput | None] | BaseException) -> None:
         # A closed loop has nobody waiting any more.
@@ -39,18 +42,21 @@ class _Stream:
 
 
 class AsyncEngine:
-    """An engine in its own thread. `generate` may be called from any event loop, many at once."""
+    """An engine in its own thread. `generate` may be called from any event loop, many at once.
+
+    `close` it when done; what is still open when the interpreter ends is closed then.
+    """
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
-        self._ids = itertools.count()
         self._error: BaseException | None = None
         self._closed = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
         self._thread.start()
+        _OPEN_ENGINES.add(self)
 
     @classmethod
     def from_source(
@@ -64,11 +70,18 @@ class AsyncEngine:
     ) -> AsyncIterator[tuple[OutputDelta, RequestOutput | None]]:
         """Yield (delta, None) as tokens come, and the whole RequestOutput beside the last delta.
 
-        Raises RequestError for a refused request. Leaving the iterator early aborts the request.
+        The engine names a request without `request_id`. Raises RequestError for a refused request. Leaving the iterator
+        early aborts the request.
         """
-        request_id = request_id or f"async-{next(self._ids)}"
+        if request_id is not None:
+            request_id = check_request_id(request_id)
+        if isinstance(prompt, str):  # may take long to encode: neither this loop nor the engine waits for it
+            checked = await asyncio.to_thread(self.engine.check, prompt, params)
+        else:
+            checked = self.engine.check(prompt, params)
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
-        self._send(lambda: self._add(prompt, params, request_id, stream))
+        if not self._send(lambda: self._add(checked, request_id, stream)):
+            raise EngineDeadError("the engine has stopped") from self._error
         finished = False
         try:
             while not finished:
@@ -80,51 +93,55 @@ class AsyncEngine:
                 yield item
         finally:
             if not finished:
-                self.abort(request_id, stream)
+                self._send(lambda: self._abort_stream(stream))
 
-    def abort(self, request_id: str, stream: _Stream | None = None) -> None:
-        """End a request; its pages are free within a step. Unknown ids are ignored."""
-        with contextlib.suppress(EngineDeadError):
-            self._send(lambda: self._abort(request_id, stream))
+    def abort(self, request_id: str) -> None:
+        """End a request; its pages are free within a step. Unknown ids are ignored. Raises RequestError for no id."""
+        checked_id = check_request_id(request_id)
+        self._send(lambda: self._abort(checked_id))
 
     def close(self) -> None:
-        """Abort what runs and end the thread."""
+        """Abort what runs, wait for the step on the device, and end the thread."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._inbox.put(None)
         self._thread.join()
+        _OPEN_ENGINES.discard(self)
 
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def _send(self, command: Callable[[], None]) -> None:
+    def _send(self, command: Callable[[], None]) -> bool:
+        """Give the engine's thread something to do; False once it has stopped."""
         with self._lock:  # nothing enters the inbox once it has been emptied for the last time
             if self._error is not None or self._closed:
-                raise EngineDeadError("the engine has stopped") from self._error
+                return False
             self._inbox.put(command)
+            return True
 
     # In the engine's thread
 
-    def _add(self, prompt: Prompt, params: SamplingParams, request_id: str, stream: _Stream) -> None:
+    def _add(self, checked: CheckedRequest, request_id: str | None, stream: _Stream) -> None:
         if self._error is not None:
             stream.put(self._dead())
             return
         try:
-            self.engine.add(prompt, params, request_id)
-        except ValueError as error:  # RequestError: this caller's alone
+            stream.request_id = self.engine.add_checked(checked, request_id)
+        except Exception as error:  # nothing has changed: this is its caller's alone, whatever it is
             stream.put(error)
         else:
-            self._streams[request_id] = stream
+            self._streams[stream.request_id] = stream
 
-    def _abort(self, request_id: str, stream: _Stream | None) -> None:
-        if self._error is not None:
-            return
-        owner = self._streams.get(request_id)
-        if owner is None or (stream is not None and owner is not stream):
-            return
-        self._deliver(self.engine.abort(request_id))
+    def _abort(self, request_id: str) -> None:
+        if self._error is None and request_id in self._streams:
+            self._deliver(self.engine.abort(request_id))
+
+    def _abort_stream(self, stream: _Stream) -> None:
+        # Its id may be in use again by another stream, or never have been its own.
+        if stream.request_id is not None and self._streams.get(stream.request_id) is stream:
+            self._abort(stream.request_id)
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
         for delta in deltas:
@@ -142,6 +159,8 @@ class AsyncEngine:
                     self._deliver(self.engine.step())
             for request_id in list(self._streams):
                 self._deliver(self.engine.abort(request_id))
+            while self.engine.has_work():  # the step in flight: the interpreter must not end while it runs
+                self.engine.step()
         except BaseException as error:
             logger.critical("the engine's thread has ended", exc_info=True)
             with self._lock:
@@ -171,3 +190,13 @@ class AsyncEngine:
                 return False
             command()
             block = False
+
+
+_OPEN_ENGINES: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()
+
+
+@atexit.register  # after JAX's own hooks were registered, so it runs before them
+def _close_open_engines() -> None:
+    """A thread that the end of the interpreter stops inside a step brings the process down."""
+    for engine in list(_OPEN_ENGINES):
+        engine.close()

@@ -20,7 +20,9 @@ from configs.model import ModelConfig
 from layers.params import param_specs
 from serving.execution.memory import device_memory_bytes
 from serving.execution.model_runner import CompileGuard, ModelRunner, PendingStep, StepResult
+from serving.execution.program_plan import context_length
 from serving.execution.slot_table import MAX_EOS_IDS
+from serving.execution.step_clock import StepClock
 from serving.request import (
     CompletionOutput,
     FinishReason,
@@ -36,11 +38,16 @@ from serving.text.base import TokenizerError
 from serving.text.detokenizer import IncrementalDetokenizer
 from serving.text.generation_config import default_fields, eos_token_ids
 from serving.text.tokenizer import Tokenizer, load_tokenizer
-from serving.validation import check_params, check_prompt_ids, max_total_tokens
+from serving.validation import (
+    check_params,
+    check_prompt_ids,
+    check_request_id,
+    check_text_length,
+    check_tokens_left,
+    max_total_tokens,
+)
 from sharding.mesh import make_mesh
 from sharding.placement import check_split, named_sharding
-
-MAX_REQUEST_ID_CHARS = 256
 
 Prompt = str | Sequence[int]
 Progress = Callable[[str, int, int, str], None]  # stage, done, in all, unit or item
@@ -57,6 +64,17 @@ class OutputDelta:
     new_logprobs: tuple[TokenLogprob, ...] | None
     finish_reason: FinishReason | None
     request_finished: bool  # this was the last of the request's completions
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRequest:
+    """What `Engine.check` found right, for `Engine.add_checked`. A prompt that was text keeps it in `text`."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_total_tokens: int
+    stop_token_ids: tuple[int, ...]
 
 
 @dataclass
@@ -76,6 +94,7 @@ class _Group:
     prompt_logprobs: list[TokenLogprob | None] | None
     arrival_time_s: float
     first_token_time_s: float | None = None
+    finish_time_s: float | None = None
     num_unfinished: int = 0
 
     def owns(self, request: Request) -> bool:
@@ -119,8 +138,7 @@ class Engine:
     ):
         self.model_config, self.config, self.tokenizer = model_config, config, tokenizer
         self.generation_config = generation_config or {}
-        self.max_model_len = _max_model_len(model_config, config)
-        default_fields(self.generation_config)  # a model whose defaults cannot be honoured is refused at start
+        self.max_model_len = context_length(model_config, config)
         self.eos_token_ids = eos_token_ids(
             self.generation_config,
             {"eos_token_id": model_config.eos_token_ids},
@@ -129,10 +147,7 @@ class Engine:
         )
         if len(self.eos_token_ids) > MAX_EOS_IDS:
             raise ConfigError(f"eos_token_ids has {len(self.eos_token_ids)} entries; at most {MAX_EOS_IDS} are handled")
-        if config.max_logprobs > model_config.vocab_size:
-            raise ConfigError(
-                f"EngineConfig.max_logprobs={config.max_logprobs} is above the vocabulary of {model_config.vocab_size}"
-            )
+        self._check_defaults()
         self.runner = ModelRunner(
             model_config, config, mesh, params, max_model_len=self.max_model_len, device_bytes=device_bytes
         )
@@ -144,11 +159,22 @@ class Engine:
         )
         self._compiles_before_serving = CompileGuard.count()
         self.counters = EngineCounters()
+        self.clock = StepClock()
         self._groups: dict[str, _Group] = {}
         self._pending: PendingStep | None = None
         self._failure: BaseException | None = None  # what ended a step halfway: the device's state is lost with it
         self._ids = (f"request-{number}" for number in itertools.count())
         self._seeds = np.random.default_rng(config.seed)
+
+    def _check_defaults(self) -> None:
+        """A model whose own defaults no request could run with is refused at start. Raises ConfigError."""
+        fields = default_fields(self.generation_config, max_model_len=self.max_model_len)
+        params = SamplingParams(**{"max_tokens": None, **fields})
+        try:
+            self._check_params(params)
+            max_total_tokens(1, params, self.max_model_len)
+        except RequestError as error:
+            raise ConfigError(f"generation_config.json: {error}") from error
 
     def _make_scheduler(self, *, static_batching: bool) -> Scheduler:
         config, rope = self.config, self.model_config.rope
@@ -157,6 +183,7 @@ class Engine:
                 page_size=config.page_size,
                 num_pages=self.runner.num_pages,
                 max_num_seqs=config.max_num_seqs,
+                decode_sizes=config.decode_sizes,
                 max_model_len=self.max_model_len,
                 prefill_token_buckets=config.prefill_token_buckets,
                 query_block=config.query_block,
@@ -183,33 +210,46 @@ class Engine:
 
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a request; returns its id. Raises RequestError, and then nothing has changed."""
-        self._check_alive()
+        return self.add_checked(self.check(prompt, params), request_id)
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> CheckedRequest:
+        """Check a request and encode its text; changes nothing. Raises RequestError. Any thread may call it."""
         if not isinstance(params, SamplingParams):
             raise RequestError("sampling_params", f"must be SamplingParams, got {type(params).__name__}")
-        if request_id is not None and (
-            not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS
-        ):
-            raise RequestError("request_id", f"must be a string of 1 to {MAX_REQUEST_ID_CHARS} characters")
+        stop_token_ids = self._check_params(params)
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = check_prompt_ids(
+            prompt if text is None else self.encode(text), self.model_config.vocab_size, self.max_model_len
+        )
+        limit = max_total_tokens(len(token_ids), params, self.max_model_len)
+        self.scheduler.check_room(len(token_ids), limit)
+        return CheckedRequest(
+            text=text, token_ids=token_ids, params=params, max_total_tokens=limit, stop_token_ids=stop_token_ids
+        )
+
+    def _check_params(self, params: SamplingParams) -> tuple[int, ...]:
+        """Check settings against model and engine; returns the ids that stop the request."""
         check_params(
             params,
             self.model_config,
             max_logprobs=self.config.max_logprobs,
             has_tokenizer=self.tokenizer is not None,
         )
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = check_prompt_ids(
-            self.encode(prompt) if isinstance(prompt, str) else prompt, self.model_config.vocab_size
-        )
-        limit = max_total_tokens(len(token_ids), params, self.max_model_len)
+        stop_ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.eos_token_ids)
+        check_tokens_left(params, stop_ids, self.model_config.vocab_size)
+        return tuple(dict.fromkeys(stop_ids))
+
+    def add_checked(self, checked: CheckedRequest, request_id: str | None = None) -> str:
+        """Queue what `check` returned; returns its id, a new one if None. Raises RequestError for an id in use."""
+        self._check_alive()
         if request_id is None:
             request_id = next(name for name in self._ids if name not in self._groups)
-        elif request_id in self._groups:
-            raise RequestError("request_id", f"{request_id[:80]!r} is in use by a request that has not finished")
+        else:
+            request_id = check_request_id(request_id)
+            if request_id in self._groups:
+                raise RequestError("request_id", f"{request_id[:80]!r} is in use by a request that has not finished")
+        params, token_ids = checked.params, checked.token_ids
         seed = params.seed % 2**64 if params.seed is not None else int(self._seeds.integers(2**64, dtype=np.uint64))
-        stop_ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.eos_token_ids)
-        allowed = None if params.allowed_token_ids is None else {*params.allowed_token_ids} - {*params.banned_token_ids}
-        if params.min_tokens and allowed is not None and allowed <= {*stop_ids}:
-            raise RequestError("min_tokens", f"{params.min_tokens} holds back every token of allowed_token_ids")
         now_s = time.monotonic()
         completions = [
             _Completion(
@@ -217,8 +257,8 @@ class Engine:
                     request_id=request_id,
                     prompt_token_ids=token_ids,
                     params=params,
-                    max_total_tokens=limit,
-                    stop_token_ids=tuple(dict.fromkeys(stop_ids)),
+                    max_total_tokens=checked.max_total_tokens,
+                    stop_token_ids=checked.stop_token_ids,
                     child_index=index,
                     seed=seed,
                     arrival_time_s=now_s,
@@ -237,8 +277,8 @@ class Engine:
         prompt_logprobs: list[TokenLogprob | None] | None = None
         if params.prompt_logprobs is not None:
             prompt_logprobs = [None] * len(token_ids)
-        group = _Group(request_id, text, completions, prompt_logprobs, now_s, num_unfinished=params.n)
-        for completion in completions:  # the first add checks what all share: it raises before anything is queued
+        group = _Group(request_id, checked.text, completions, prompt_logprobs, now_s, num_unfinished=params.n)
+        for completion in completions:
             self.scheduler.add(completion.request)
         self._groups[request_id] = group
         self.counters.num_requests += 1
@@ -253,6 +293,7 @@ class Engine:
         """
         if self.tokenizer is None:
             raise RequestError("prompt", "is text, and this model has no tokenizer: give prompt_token_ids")
+        check_text_length(text, self.max_model_len)
         try:
             token_ids = self.tokenizer.encode(text, add_special_tokens=True, allow_special_text=True)
         except TokenizerError as error:
@@ -295,6 +336,7 @@ class Engine:
             metrics={
                 "arrival_time_s": group.arrival_time_s,
                 "first_token_time_s": group.first_token_time_s,
+                "finish_time_s": group.finish_time_s,
                 "num_preemptions": sum(c.request.num_preemptions for c in group.completions),
             },
         )
@@ -335,6 +377,7 @@ class Engine:
 
     def _step(self) -> list[OutputDelta]:
         deltas: list[OutputDelta] = []
+        self.clock.begin_step()
         schedule = self.scheduler.schedule()
         if schedule is None and self._pending is not None:
             # Nothing can be decided before the tokens in flight are known (or nothing is left to do).
@@ -342,7 +385,9 @@ class Engine:
             schedule = self.scheduler.schedule()
         pending = None
         if schedule is not None:
+            self.clock.look()
             pending = self.runner.dispatch(schedule)
+            self.clock.dispatched(pending.output.tokens)
             self._count_pages()
             if not schedule.prefill:
                 self.counters.num_decode_dispatches += 1
@@ -352,7 +397,13 @@ class Engine:
                 self.counters.num_prefill_dispatches += 1
         deltas += self._read_pending()
         self._pending = pending
+        self.clock.end_step(is_outstanding=pending is not None)
         return deltas
+
+    def wait(self) -> None:
+        """Wait until the device has run what was dispatched; for benchmarks."""
+        if self._pending is not None:
+            self.clock.wait(self._pending.output.tokens)
 
     def _count_pages(self) -> None:
         scheduler, counters = self.scheduler, self.counters
@@ -366,6 +417,7 @@ class Engine:
     def _read_pending(self) -> list[OutputDelta]:
         if self._pending is None:
             return []
+        self.clock.wait(self._pending.output.tokens)
         result = self._pending.read()
         self._pending = None
         tokens = result.tokens
@@ -465,6 +517,8 @@ class Engine:
             request.error,
         )
         group.num_unfinished -= 1
+        if group.num_unfinished == 0:
+            group.finish_time_s = time.monotonic()
         self.counters.num_finished[str(request.finish_reason)] += 1
         if output.index == 0:  # prompt tokens are counted once a request as well
             self.counters.num_cached_tokens += request.num_cached_tokens
@@ -482,6 +536,8 @@ class Engine:
         """Counters since start and gauges of now; units are in the names."""
         scheduler, counters = self.scheduler, self.counters
         held = scheduler.page_allocator.num_held_pages
+        times = self.clock.times()
+        idle_min, idle_max = times.idle_fractions()
         return {
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
@@ -505,6 +561,10 @@ class Engine:
             "num_prefill_dispatches": counters.num_prefill_dispatches,
             "num_mixed_dispatches": counters.num_mixed_dispatches,
             "num_compiles_while_serving": self.num_compiles_while_serving,
+            "host_s": round(times.host, 3),
+            "device_wait_s": round(times.wait, 3),
+            "device_idle_fraction_min": round(idle_min, 4),
+            "device_idle_fraction_max": round(idle_max, 4),
         }
 
     @property
@@ -516,16 +576,6 @@ class Engine:
 def _token_logprob(token_id: int, chosen, top_ids, top_logprobs, num_top: int) -> TokenLogprob:
     top = tuple((int(i), float(lp)) for i, lp in zip(top_ids[:num_top], top_logprobs[:num_top], strict=True))
     return TokenLogprob(token_id=int(token_id), logprob=float(chosen), top=top)
-
-
-def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
-    """Context of the engine in tokens; longer than the model's own is refused."""
-    limit = model.max_position_embeddings
-    if config.max_model_len is None:
-        return limit
-    if config.max_model_len > limit:
-        raise ConfigError(f"EngineConfig.max_model_len={config.max_model_len} is above the model's {limit} positions")
-    return config.max_model_len
 
 
 def build_engine(
@@ -564,13 +614,19 @@ def build_engine(
 
 
 def enable_compilation_cache(config: EngineConfig) -> None:
-    """Keep compiled programs on disk, so that a second start does not compile. Readable by the owner only."""
+    """Keep compiled programs on disk, so that a second start does not compile. Readable by the owner only.
+
+    Raises ConfigError for a folder that cannot be made.
+    """
     folder = config.compilation_cache_dir
     if folder == "":
         return
     if folder is None:
         folder = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "compiled")
-    Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (OSError, ValueError) as error:  # ValueError: a NUL or half of a surrogate pair in the name
+        raise ConfigError(f"compilation_cache_dir={folder!r} cannot be used: {error}") from error
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

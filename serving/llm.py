@@ -13,8 +13,8 @@ from typing import Any, cast
 from configs.checks import ConfigError
 from configs.engine import EngineConfig, MeshConfig
 from serving.display import ProgressReporter, output_html, stats_html
-from serving.engine import Engine, Prompt, build_engine
-from serving.request import RequestError, RequestOutput, SamplingParams
+from serving.engine import CheckedRequest, Engine, Prompt, build_engine
+from serving.request import RequestError, RequestOutput, SamplingParams, shown
 from serving.text.chat_template import ChatTemplate
 from serving.text.generation_config import default_sampling
 
@@ -40,6 +40,7 @@ class LLM:
 
     `model` is a folder with config.json and safetensors, a .gguf file, an Orbax folder, `package:NAME` (a model in an
     installed package) or `dummy:FOLDER` (random weights). Other keywords are fields of EngineConfig.
+    Any thread may call `generate` and `chat`; calls run one after the other, as only one may step the engine.
     Raises ConfigError or CheckpointError where it cannot be served.
     """
 
@@ -67,6 +68,8 @@ class LLM:
         self.start_s = time.monotonic() - started_s
         progress.note(f"ready after {self.start_s:.1f} s; memory of one device:\n{self.engine.runner.ledger}")
         self._chat_template: ChatTemplate | None = None
+        self._lock = threading.Lock()  # held by the call that steps the engine
+        self._running_thread_id: int | None = None
 
     @property
     def tokenizer(self):
@@ -75,7 +78,7 @@ class LLM:
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """The model's own generation defaults under the given fields."""
-        return default_sampling(self.engine.generation_config, **overrides)
+        return default_sampling(self.engine.generation_config, max_model_len=self.engine.max_model_len, **overrides)
 
     def generate(
         self,
@@ -107,6 +110,8 @@ class LLM:
         **template_args: Any,
     ) -> RequestOutputs:
         """Answer one conversation (a list of messages) or several (a list of such lists)."""
+        if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+            raise RequestError("messages", f"must be a list of messages or of such lists, got {shown(messages)}")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         params = self._params_list(sampling_params, len(conversations))
         prompts: list[Prompt] = []
@@ -128,8 +133,13 @@ class LLM:
             return [self.default_sampling_params()] * count
         if isinstance(given, SamplingParams):
             return [given] * count
+        if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+            raise RequestError("sampling_params", f"must be SamplingParams or a list of them, got {shown(given)}")
         if len(given) != count:
             raise RequestError("sampling_params", f"has {len(given)} entries for {count} prompts")
+        for i, params in enumerate(given):
+            if not isinstance(params, SamplingParams):
+                raise RequestError(f"sampling_params[{i}]", f"must be SamplingParams, got {shown(params)}")
         return list(given)
 
     def _resolve(self, prompt: PromptInput) -> Prompt:
@@ -153,16 +163,20 @@ class LLM:
         self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool | Callable[..., Any]
     ) -> RequestOutputs:
         engine = self.engine
-        request_ids: list[str] = []
-        bar = None
-        try:
-            for i, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
-                with _naming(i):
-                    request_ids.append(engine.add(prompt, settings))
-            bar = _progress_bar(use_tqdm, len(prompts))
-            num_output_tokens, started_s = 0, time.monotonic()
-            finished: set[str] = set()
-            with _interrupts_between_steps() as check_interrupt:
+        checked: list[CheckedRequest] = []
+        for i, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
+            with _naming(i):
+                checked.append(engine.check(prompt, settings))
+        with self._alone(), _interrupts_between_steps() as check_interrupt:
+            request_ids: list[str] = []
+            bar = None
+            try:
+                for request in checked:
+                    check_interrupt()
+                    request_ids.append(engine.add_checked(request))
+                bar = _progress_bar(use_tqdm, len(prompts))
+                num_output_tokens, started_s = 0, time.monotonic()
+                finished: set[str] = set()
                 while len(finished) < len(request_ids):
                     check_interrupt()
                     for delta in engine.step():
@@ -173,17 +187,29 @@ class LLM:
                                 bar.update(1)
                                 elapsed_s = max(time.monotonic() - started_s, 1e-9)
                                 bar.set_postfix_str(f"{num_output_tokens / elapsed_s:.1f} output tok/s")
-            return RequestOutputs(engine.collect(request_id) for request_id in request_ids)
-        except BaseException:
-            # Ctrl-C, or a prompt that was refused: nothing of this call stays behind.
-            for request_id in request_ids:
-                engine.discard(request_id)
-            while engine.has_work():
-                engine.step()
-            raise
-        finally:
-            if bar is not None:
-                bar.close()
+                _drain(engine)
+                return RequestOutputs(engine.collect(request_id) for request_id in request_ids)
+            except BaseException:
+                # Ctrl-C, or a progress bar that raised: nothing of this call stays behind.
+                for request_id in request_ids:
+                    engine.discard(request_id)
+                _drain(engine)
+                raise
+            finally:
+                if bar is not None:
+                    bar.close()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait for calls of other threads to end; a call from inside a call would wait for itself, and is refused."""
+        if self._running_thread_id == threading.get_ident():
+            raise RuntimeError("generate or chat was called from inside a generate or chat of the same LLM")
+        with self._lock:
+            self._running_thread_id = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._running_thread_id = None
 
     def stats(self) -> EngineStats:
         """Counters since start and gauges of now."""
@@ -192,6 +218,12 @@ class LLM:
 
     def _repr_html_(self) -> str:
         return stats_html(self.stats())
+
+
+def _drain(engine: Engine) -> None:
+    """Read the step that runs ahead of the last output: until then it holds pages, and the device works on it."""
+    while engine.has_work():
+        engine.step()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 MAX_N = 128  # completions of one prompt
 MAX_LOGPROBS = 20
@@ -44,36 +44,49 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value of a client's as a message shows it: short, and whatever its repr does."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python shows
-        return "a number too long to show"
+    except Exception:  # an integer of more digits than Python shows, or an object whose repr is broken
+        return "a number too long to show" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _int(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(name, f"must be an integer, got {_shown(value)}")
+        raise RequestError(name, f"must be an integer, got {shown(value)}")
     if not low <= value <= high:
-        raise RequestError(name, f"must be in [{low}, {high}], got {_shown(value)}")
+        raise RequestError(name, f"must be in [{low}, {high}], got {shown(value)}")
     return value
 
 
 def _float(name: str, value: object, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(name, f"must be a number, got {_shown(value)}")
+        raise RequestError(name, f"must be a number, got {shown(value)}")
     if not low <= value <= high:  # NaN is refused too, and so is an integer larger than any float
-        raise RequestError(name, f"must be a finite number in [{low}, {high}], got {_shown(value)}")
+        raise RequestError(name, f"must be a finite number in [{low}, {high}], got {shown(value)}")
     return float(value)
 
 
 def _ids(name: str, value: object, limit: int) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise RequestError(name, f"must be a list of token ids, got {_shown(value)}")
+        raise RequestError(name, f"must be a list of token ids, got {shown(value)}")
     if len(value) > limit:
         raise RequestError(name, f"has {len(value)} entries; at most {limit} are accepted")
     return tuple(_int(f"{name}[{i}]", v, 0, 2**31 - 1) for i, v in enumerate(value))
+
+
+class FrozenDict(dict[int, float]):
+    """A dict that cannot change; unlike MappingProxyType it can be pickled, copied, and taken apart by `asdict`."""
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise TypeError("sampling settings cannot change: make new ones with dataclasses.replace")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[int, float]]]:
+        return type(self), (dict(self),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +115,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=FrozenDict)
     allowed_token_ids: tuple[int, ...] | None = None
     banned_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
@@ -119,14 +132,16 @@ class SamplingParams:
             _int("seed", self.seed, -(2**63), MAX_SEED)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, Sequence):
-            raise RequestError("stop", f"must be a string or a list of strings, got {_shown(stop)}")
+            raise RequestError("stop", f"must be a string or a list of strings, got {shown(stop)}")
         if len(stop) > MAX_STOP_STRINGS:
             raise RequestError("stop", f"has {len(stop)} entries; at most {MAX_STOP_STRINGS} are accepted")
         for i, text in enumerate(stop):
             if not isinstance(text, str) or not text:
-                raise RequestError(f"stop[{i}]", f"must be a string that is not empty, got {_shown(text)}")
+                raise RequestError(f"stop[{i}]", f"must be a string that is not empty, got {shown(text)}")
             if len(text) > MAX_STOP_STRING_CHARS:
                 raise RequestError(f"stop[{i}]", f"has {len(text)} characters; at most {MAX_STOP_STRING_CHARS}")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise RequestError(f"stop[{i}]", f"holds half of a surrogate pair, which no output has: {shown(text)}")
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
         if self.max_tokens is not None:
@@ -143,14 +158,14 @@ class SamplingParams:
         _float("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _float("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         if not isinstance(self.logit_bias, Mapping):
-            raise RequestError("logit_bias", f"must map token ids to numbers, got {_shown(self.logit_bias)}")
+            raise RequestError("logit_bias", f"must map token ids to numbers, got {shown(self.logit_bias)}")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError("logit_bias", f"has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}")
         bias = {
-            _int(f"logit_bias key {_shown(k)}", k, 0, 2**31 - 1): _float(f"logit_bias[{k}]", v, -100.0, 100.0)
+            _int(f"logit_bias key {shown(k)}", k, 0, 2**31 - 1): _float(f"logit_bias[{k}]", v, -100.0, 100.0)
             for k, v in self.logit_bias.items()
         }
-        object.__setattr__(self, "logit_bias", bias)
+        object.__setattr__(self, "logit_bias", FrozenDict(bias))
         object.__setattr__(self, "banned_token_ids", _ids("banned_token_ids", self.banned_token_ids, MAX_TOKEN_LIST))
         if self.allowed_token_ids is not None:
             allowed = _ids("allowed_token_ids", self.allowed_token_ids, MAX_TOKEN_LIST)
@@ -161,7 +176,7 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", allowed)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(name, f"must be true or false, got {_shown(getattr(self, name))}")
+                raise RequestError(name, f"must be true or false, got {shown(getattr(self, name))}")
 
     @property
     def is_greedy(self) -> bool:

@@ -32,7 +32,7 @@ def paged_attention(
     however many blocks they need.
     """
     num_rows, num_queries, num_kv_heads, num_groups, head_dim = q.shape
-    page_size = kv_pages.shape[3]
+    page_size = kv_pages.shape[2]
     pages_per_block = max(1, block_kv // page_size)
     block_kv = pages_per_block * page_size
     num_padding = -page_table.shape[1] % pages_per_block
@@ -57,8 +57,11 @@ def paged_attention(
     def attend_block(block: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]):
         max_RKQG, sum_RKQG, out_RKQGH = state
         page_ids = lax.dynamic_slice_in_dim(page_table, block * pages_per_block, pages_per_block, axis=1)
-        kv = jnp.moveaxis(kv_pages.at[page_ids].get(mode="clip"), 1, 3)  # [R, 2, K, pages, page_size, H]
-        k_RKSH, v_RKSH = jnp.moveaxis(kv.reshape(num_rows, 2, num_kv_heads, block_kv, head_dim), 1, 0)
+        # gathered one by one: XLA's CPU backend would make a copy of each after a common gather
+        k_RSKH, v_RSKH = (
+            kv_pages.at[page_ids, part].get(mode="clip").reshape(num_rows, block_kv, num_kv_heads, head_dim)
+            for part in (0, 1)
+        )
 
         key_S = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
         is_seen_RQS = key_S <= last_RQ[:, :, None]
@@ -66,10 +69,10 @@ def paged_attention(
             is_seen_RQS &= key_S > last_RQ[:, :, None] - sliding_window
         # Pool values that nobody wrote may be NaN, and 0 * NaN is NaN: V is masked as well as the scores.
         is_key_RS = (key_S >= first_R[:, None]) & (key_S < end_R[:, None])
-        v_RKSH = jnp.where(is_key_RS[:, None, :, None], v_RKSH, 0)
+        v_RSKH = jnp.where(is_key_RS[:, :, None, None], v_RSKH, 0)
 
         scores = scale * jnp.einsum(
-            "rkqgh,rksh->rkqgs", q_RKQGH, k_RKSH, precision=precision, preferred_element_type=jnp.float32
+            "rkqgh,rskh->rkqgs", q_RKQGH, k_RSKH, precision=precision, preferred_element_type=jnp.float32
         )
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
@@ -78,9 +81,9 @@ def paged_attention(
         probs = jnp.exp(scores - new_max_RKQG[..., None])
         rescale_RKQG = jnp.exp(max_RKQG - new_max_RKQG)
         weighted = jnp.einsum(
-            "rkqgs,rksh->rkqgh",
-            probs.astype(v_RKSH.dtype),  # both sides of the product in the KV dtype, the sum in float32
-            v_RKSH,
+            "rkqgs,rskh->rkqgh",
+            probs.astype(v_RSKH.dtype),  # both sides of the product in the KV dtype, the sum in float32
+            v_RSKH,
             precision=precision,
             preferred_element_type=jnp.float32,
         )

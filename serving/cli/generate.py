@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import re
+import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -103,34 +105,74 @@ def _logprob_record(entry: TokenLogprob | None) -> dict[str, Any] | None:
     return {"token_id": entry.token_id, "logprob": entry.logprob, "top": [list(pair) for pair in entry.top]}
 
 
-def _part_file(path: Path) -> Path:
-    return path.with_name(path.name + ".part")
+def _is_stream(path: Path) -> bool:
+    """Whether `path` leads to a FIFO or a character device, which is written to and never replaced.
+
+    Raises RequestError for what is neither that nor a regular file, nor missing.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return False
+    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+        return True
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "neither a file, a FIFO nor a character device"
+        raise RequestError("output", f"{str(path)!r} is {kind}")
+    return False
+
+
+def _target_and_part(path: Path) -> tuple[Path, Path]:
+    """The file that `path` leads to through links, and one beside it that nobody else has, to be renamed over it."""
+    target = Path(os.path.realpath(path))
+    return target, target.with_name(f"{target.name}.{os.getpid()}.part")
 
 
 def check_writable(path: Path) -> None:
     """Raise OSError or RequestError now rather than after the work if `path` cannot be written."""
-    if path.is_dir():
-        raise RequestError("output", f"{str(path)!r} is a folder")
-    part = _part_file(path)
-    part.open("w").close()
+    if _is_stream(path):
+        if not os.access(path, os.W_OK):  # not opened: a FIFO would wait for its reader
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return
+    _, part = _target_and_part(path)
+    part.open("x").close()
     part.unlink()
 
 
 def write_jsonl(path: Path, outputs: Sequence[RequestOutput]) -> None:
-    """One JSON line an output. The file appears whole or not at all."""
-    part = _part_file(path)
-    with part.open("w", encoding="utf-8") as file:
+    """One JSON line an output. A regular file appears whole or not at all; FIFOs and devices are written to."""
+    if _is_stream(path):
+        _write_lines(path, "w", outputs)
+        return
+    target, part = _target_and_part(path)
+    try:
+        _write_lines(part, "x", outputs)
+        os.replace(part, target)
+    except FileExistsError:  # a part file that is not ours stays
+        raise
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _write_lines(path: Path, mode: str, outputs: Sequence[RequestOutput]) -> None:
+    # backslashreplace: half of a surrogate pair becomes the escape that JSON has for it
+    with path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
         for output in outputs:
             file.write(json.dumps(output_record(output), ensure_ascii=False, allow_nan=False) + "\n")
-    os.replace(part, path)
 
 
 def print_answers(lines: Sequence[PromptLine], outputs: Sequence[RequestOutput], file: TextIO) -> None:
-    """Each prompt in a line, its answers below it, for people."""
+    """Each prompt in a line, its answers below it, for people. What `file` cannot encode is escaped."""
+    encoding = file.encoding or "utf-8"
+
+    def printable(text: str) -> str:
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+
     for line, output in zip(lines, outputs, strict=True):
-        print(f"> {line.shown}", file=file)
+        print(f"> {printable(line.shown)}", file=file)
         for completion in output.outputs:
-            print(completion.text.strip(), end="\n\n", file=file)
+            print(printable(completion.text.strip()), end="\n\n", file=file)
 
 
 def print_summary(outputs: Sequence[RequestOutput], elapsed_s: float, counters: dict[str, Any], file: TextIO) -> None:

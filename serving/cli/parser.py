@@ -75,6 +75,17 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_arguments(bench_command)
     add_engine_flags(bench_command)
 
+    compile_command = command(
+        "compile", "write an engine's compiled programs for a device that need not be here", epilog=_COMPILE_EPILOG
+    )
+    compile_command.add_argument(
+        "--target", required=True, metavar="NAME", help="h200, v5e, v5p, v6e, 7x, or cpu: this machine"
+    )
+    compile_command.add_argument(
+        "--output", required=True, metavar="FOLDER", help="a folder that does not exist yet; for --executables_dir"
+    )
+    add_engine_flags(compile_command)
+
     convert = command("convert", "write a checkpoint in this engine's own form")
     convert.add_argument("source", metavar="SRC", help="a model source, as for --model")
     convert.add_argument("destination", metavar="DST", help="a folder that does not exist yet")
@@ -130,3 +141,7 @@ _GENERATE_EPILOG = """Each line of --prompts_file is a JSON object with one of "
 "messages" (a chat), and any SamplingParams field by name, which wins over the flag. Each line of --output has
 prompt_token_ids, token_ids, text, finish_reason and logprobs, in the order of the prompts. A bad line is refused
 before anything runs."""
+_COMPILE_EPILOG = """Needs the extra aot (h200) or aot-tpu. Weights are not read. An engine uses the executables where
+its versions, XLA flags, model, configs and device are those they were compiled for, and says what differs where not.
+XLA cannot time its kernels without the card: what a start there wrote with --xla_gpu_dump_autotune_results_to=FILE in
+XLA_FLAGS is taken up here with --xla_gpu_load_autotune_results_from=FILE."""

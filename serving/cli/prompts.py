@@ -66,10 +66,12 @@ def read_prompts(path: Path, sampling: dict[str, Any]) -> list[PromptLine]:
 
 def _parse_object(line: str, where: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for key, _ in pairs:
-            if sum(key == other for other, _ in pairs) > 1:
-                raise ValueError(f"key {key!r} is given twice")
-        return dict(pairs)
+        fields: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in fields:
+                raise ValueError(f"key {key[:80]!r} is given twice")
+            fields[key] = value
+        return fields
 
     try:
         value = json.loads(line, object_pairs_hook=unique)
@@ -83,7 +85,7 @@ def _parse_object(line: str, where: str) -> dict[str, Any]:
 def _prompt_line(fields: dict[str, Any], sampling: dict[str, Any], *, where: str) -> PromptLine:
     for name in fields:
         if name not in SOURCES and name not in SAMPLING_FIELDS:
-            raise RequestError(where, f"unknown field {name!r}; known: {', '.join((*SOURCES, *SAMPLING_FIELDS))}")
+            raise RequestError(where, f"unknown field {name[:80]!r}; known: {', '.join((*SOURCES, *SAMPLING_FIELDS))}")
     given = [name for name in SOURCES if name in fields]
     if len(given) != 1:
         raise RequestError(where, f"needs exactly one of {', '.join(SOURCES)}; got {', '.join(given) or 'none'}")
@@ -92,11 +94,18 @@ def _prompt_line(fields: dict[str, Any], sampling: dict[str, Any], *, where: str
     try:
         _check_source(source, fields[source])
         if isinstance(own.get("logit_bias"), dict):  # JSON keys are strings
-            own["logit_bias"] = {_token_id(key): value for key, value in own["logit_bias"].items()}
+            own["logit_bias"] = _bias_by_id(own["logit_bias"])
         SamplingParams(**{**sampling, **own})
     except RequestError as error:
         raise RequestError(where, str(error)) from None
     return PromptLine(where=where, source=source, value=fields[source], sampling={**sampling, **own})
+
+
+def _bias_by_id(bias: dict[str, Any]) -> dict[int, Any]:
+    by_id = {_token_id(key): value for key, value in bias.items()}
+    if len(by_id) < len(bias):  # as "1" and "01"
+        raise RequestError("logit_bias", "an id is given twice")
+    return by_id
 
 
 def _token_id(key: str) -> int:

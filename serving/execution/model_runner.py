@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,22 +23,22 @@ from configs.checks import ConfigError
 from configs.engine import EngineConfig
 from configs.model import ModelConfig
 from layers import decoder
-from serving.execution import memory, programs, slot_table
+from serving.execution import executables, memory, programs, slot_table
+from serving.execution.program_plan import ZERO_PAGES_BATCH, AbstractState, compile_programs, like, plan_programs
 from serving.execution.programs import InputLayout
 from serving.request import Request
 from serving.scheduling.schedule import NULL_PAGE, Schedule
 from sharding.placement import padded_vocab_size, stored_kv_heads
 
-ZERO_PAGES_BATCH = 16
-
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """One compiled program: its name, the seconds it took to compile, and its temporaries in bytes a device."""
+    """One program: the seconds it took to compile or load, its temporaries in bytes a device, whether it was loaded."""
 
     name: str
     compile_s: float
     temp_bytes: int
+    is_loaded: bool
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class PendingStep:
 
 @dataclass(frozen=True)
 class StepResult:
-    """tokens [K, S] int32 (-1 none, -2 not usable); logprobs: chosen [K, S], top ids and log-probs [K, S, M]."""
+    """tokens [K, R] int32 (-1 none, -2 not usable) of the first R slots; logprobs: chosen [K, R], top ids and log-probs
+    [K, R, M]."""
 
     schedule: Schedule
     tokens: np.ndarray
@@ -130,7 +131,6 @@ class ModelRunner:
         self.max_pages = -(-max_model_len // config.page_size)
         self._padded_vocab = padded_vocab_size(model, shards)
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._bind = decoder.bind(model, jnp.dtype(config.dtype), shards)
         kv_dtype = jnp.dtype(config.kv_dtype or config.dtype)
         page_nbytes = memory.page_bytes(
             model, stored_kv_heads(model, shards), config.page_size, kv_dtype.itemsize, shards
@@ -164,104 +164,38 @@ class ModelRunner:
             self._table = jax.jit(make_table, out_shardings=self._replicated)()
         self._decode_layout = InputLayout(config.max_num_seqs, 0, config.query_block)
         self._compiled: dict[str, Any] = {}
+        self.num_calls: Counter[str] = Counter()  # of each program, by name
         self.reports: list[ProgramReport] = []
         CompileGuard.register()
         self._guard = CompileGuard()
 
     # Start-up
 
-    def _plan_programs(self) -> dict[str, Callable[[], Any]]:
-        """Name -> a function that lowers the program. The whole list: nothing else is ever compiled."""
-        config = self.config
-
-        def abstract(*shape: int, dtype=jnp.int32):
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
-
-        def like(tree):
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-
-        params, cache, table = like(self.params), like(self._kv_cache), like(self._table)
-        num_top = config.max_logprobs
-
-        def step(fn, *static, layout: InputLayout):
-            jitted = jax.jit(functools.partial(fn, self._bind, layout, *static), donate_argnames=("kv_cache", "table"))
-            return functools.partial(jitted.lower, params, cache, table, abstract(layout.size))
-
-        num_slots, dtype = config.max_num_seqs, jnp.dtype(config.dtype)
-        plan: dict[str, Callable[[], Any]] = {}
-        plan[f"decode({num_slots}, 1)"] = step(programs.decode, layout=self._decode_layout)
-        if config.max_decode_steps > 1:
-            plan[f"decode({num_slots}, {config.max_decode_steps})"] = step(
-                programs.decode_many, config.max_decode_steps, num_top, layout=self._decode_layout
-            )
-        sample = jax.jit(functools.partial(programs.sample_step, self._bind, num_top), donate_argnames="table")
-        plan[f"sample({num_slots})"] = functools.partial(
-            sample.lower,
-            params,
-            table,
-            programs.SampleInputs(
-                abstract(num_slots, self.model.hidden_size, dtype=dtype),
-                abstract(num_slots),
-                abstract(num_slots, dtype=jnp.bool_),
-            ),
-        )
-        for num_tokens in config.prefill_token_buckets:
-            layout = InputLayout(num_slots, num_tokens, config.query_block)
-            plan[f"prefill({num_tokens})"] = step(programs.prefill, False, layout=layout)
-            plan[f"mixed({num_tokens}, {num_slots})"] = step(programs.prefill, True, layout=layout)
-            score = jax.jit(functools.partial(programs.score, self._bind, num_top))
-            plan[f"score({num_tokens})"] = functools.partial(
-                score.lower,
-                params,
-                abstract(num_tokens, self.model.hidden_size, dtype=dtype),
-                abstract(),
-                abstract(config.query_block),
-            )
-        reset_size = slot_table.pack_reset_size(self.max_pages)
-        plan["reset slot"] = functools.partial(
-            jax.jit(slot_table.reset_slot, donate_argnames="table").lower, table, abstract(reset_size)
-        )
-        vocab = self._padded_vocab
-        plan["set vocabulary rows"] = functools.partial(
-            jax.jit(slot_table.set_vocab_rows, donate_argnames="table").lower,
-            table,
-            abstract(),
-            abstract(vocab, dtype=jnp.float32),
-            abstract(vocab),
-            abstract(vocab, dtype=jnp.bool_),
-        )
-        plan["zero pages"] = functools.partial(
-            jax.jit(programs.zero_pages, donate_argnames="kv_cache").lower, cache, abstract(ZERO_PAGES_BATCH)
-        )
-        return plan
-
     def warm_up(self, progress: Callable[[str, int, int, float], None] | None = None) -> None:
-        """Compile every program. `progress(name, number done, number in all, seconds)` is called after each.
-
-        Lowering holds the interpreter; compiling does not, so it runs in a second thread meanwhile.
-        """
-        plan = self._plan_programs()
-
-        def compile_one(lowered, started_s: float):
-            compiled = lowered.compile()
-            return compiled, time.monotonic() - started_s
-
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            futures = {}
-            for name, lower in plan.items():
-                started_s = time.monotonic()
-                with jax.set_mesh(self.mesh):
-                    futures[name] = pool.submit(compile_one, lower(), started_s)
-            for number, (name, future) in enumerate(futures.items(), 1):
-                self._compiled[name], seconds = future.result()
-                analysis = self._compiled[name].memory_analysis()
-                self.reports.append(ProgramReport(name, seconds, analysis.temp_size_in_bytes))
-                if progress is not None:
-                    progress(name, number, len(plan), seconds)
+        """Load or compile every program. `progress(name, number done, number in all, seconds)` is called after each."""
+        state = AbstractState(like(self.params), like(self._kv_cache), like(self._table))
+        plan = plan_programs(self.model, self.config, self.mesh, state)
+        loaded = {}
+        if self.config.executables_dir is not None:
+            values = executables.environment(self.model, self.config, state)
+            loaded = executables.load_executables(Path(self.config.executables_dir), values, plan, self.mesh)
+        for name, program in loaded.items():
+            self._add_program(name, program.compiled, ProgramReport(name, program.load_s, program.temp_bytes, True))
+            if progress is not None:
+                progress(f"{name}, loaded,", len(self.reports), len(plan), program.load_s)
+        missing = {name: program for name, program in plan.items() if name not in loaded}
+        for name, compiled, seconds in compile_programs(missing, self.mesh):
+            self._add_program(name, compiled, ProgramReport(name, seconds, executables.temp_bytes(compiled), False))
+            if progress is not None:
+                progress(name, len(self.reports), len(plan), seconds)
         if self.ledger.slack < 0:
             raise ConfigError(
                 f"EngineConfig.memory_fraction={self.config.memory_fraction}: the device is too small:\n{self.ledger}"
             )
+
+    def _add_program(self, name: str, compiled: jax.stages.Compiled, report: ProgramReport) -> None:
+        self._compiled[name] = compiled
+        self.reports.append(report)
 
     @property
     def ledger(self) -> memory.MemoryLedger:
@@ -281,6 +215,10 @@ class ModelRunner:
         """The optimised program of that name, as XLA prints it."""
         return self._compiled[name].as_text()
 
+    def _program(self, name: str) -> Any:
+        self.num_calls[name] += 1
+        return self._compiled[name]
+
     def slot_table(self) -> slot_table.SlotTable:
         """A copy of the slot table on the host, as numpy arrays: for looking at, not for serving."""
         return jax.tree.map(np.asarray, self._table)
@@ -297,13 +235,13 @@ class ModelRunner:
             batch = np.full(ZERO_PAGES_BATCH, NULL_PAGE, np.int32)
             pages = schedule.zero_pages[first : first + ZERO_PAGES_BATCH]
             batch[: len(pages)] = pages
-            self._kv_cache = self._compiled["zero pages"](self._kv_cache, batch)
+            self._kv_cache = self._program("zero pages")(self._kv_cache, batch)
         for reset in schedule.resets:
             packed = slot_table.pack_reset(reset, self.max_pages)
-            self._table = self._compiled["reset slot"](self._table, packed)
+            self._table = self._program("reset slot")(self._table, packed)
             if slot_table.uses_vocab(reset.request.params):
                 rows = slot_table.vocab_rows(reset.request, self._padded_vocab)
-                self._table = self._compiled["set vocabulary rows"](self._table, np.int32(reset.slot), *rows)
+                self._table = self._program("set vocabulary rows")(self._table, np.int32(reset.slot), *rows)
         scores: list[PromptScores] = []
         num_slots = self.config.max_num_seqs
         if schedule.prefill:
@@ -312,7 +250,7 @@ class ModelRunner:
             num_tokens = next(b for b in self.config.prefill_token_buckets if b >= num_padded)
             name = f"mixed({num_tokens}, {num_slots})" if schedule.decode else f"prefill({num_tokens})"
             packed, starts = InputLayout(num_slots, num_tokens, block).pack(schedule)
-            self._kv_cache, self._table, sample_inputs, hidden = self._compiled[name](
+            self._kv_cache, self._table, sample_inputs, hidden = self._program(name)(
                 self.params, self._kv_cache, self._table, packed
             )
             output = self._sample(sample_inputs)
@@ -321,7 +259,7 @@ class ModelRunner:
                     scores += self._score(chunk.request, chunk.start, len(chunk.token_ids), hidden, starts[place])
         else:
             packed, _ = self._decode_layout.pack(schedule)
-            compiled = self._compiled[f"decode({num_slots}, {schedule.num_decode_steps})"]
+            compiled = self._program(f"decode({schedule.num_decode_slots}, {schedule.num_decode_steps})")
             self._kv_cache, self._table, out = compiled(self.params, self._kv_cache, self._table, packed)
             output = self._sample(out) if schedule.num_decode_steps == 1 else out
         requests = [request for _, request in schedule.decode]
@@ -331,7 +269,7 @@ class ModelRunner:
         return pending
 
     def _sample(self, sample_inputs: programs.SampleInputs) -> programs.StepOutput:
-        compiled = self._compiled[f"sample({self.config.max_num_seqs})"]
+        compiled = self._program(f"sample({sample_inputs.hidden.shape[0]})")
         self._table, output = compiled(self.params, self._table, sample_inputs)
         return output
 
@@ -347,7 +285,7 @@ class ModelRunner:
                 continue
             targets = np.zeros(block, np.int32)
             targets[: len(following)] = following
-            arrays = self._compiled[f"score({hidden.shape[0]})"](
+            arrays = self._program(f"score({hidden.shape[0]})")(
                 self.params, hidden, np.int32(first_index + offset), targets
             )
             scores.append(PromptScores(request, start + offset + 1, len(following), arrays))

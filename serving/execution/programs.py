@@ -1,6 +1,6 @@
 """The step programs, as pure functions to be compiled once per bucket.
 
-`decode(S, K)`: K steps of all S slots in one dispatch. `prefill(T)`: T prompt tokens in rows of `query_block`, reading
+`decode(R, K)`: K steps of the first R slots in one dispatch. `prefill(T)`: T prompt tokens in rows of `query_block`, reading
 earlier pages. `mixed(T, S)`: both in one pass over the weights. Each takes donated state and one packed int32 input.
 """
 
@@ -27,12 +27,12 @@ KVCache = tuple[Array, ...]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step sampled. K steps, S slots, M log-probs. tokens: -1 no token, -2 logits not usable."""
+    """What a step sampled. K steps, the first R slots, M log-probs. tokens: -1 no token, -2 logits not usable."""
 
-    tokens: Array  # [K, S] int32
-    logprobs: Array  # [K, S] float32
-    top_ids: Array  # [K, S, M] int32
-    top_logprobs: Array  # [K, S, M] float32
+    tokens: Array  # [K, R] int32
+    logprobs: Array  # [K, R] float32
+    top_ids: Array  # [K, R, M] int32
+    top_logprobs: Array  # [K, R, M] float32
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,13 @@ def _begin_step(table: SlotTable, slots: Array) -> SlotTable:
 
 
 def _decode_rows(table: SlotTable, run: Array) -> AttentionRows:
+    """A row for each of the first run.shape[0] slots."""
+    num_rows = run.shape[0]
     return AttentionRows(
-        page_table=table.page_table,
-        starts=table.positions,
+        page_table=table.page_table[:num_rows],
+        starts=table.positions[:num_rows],
         lengths=run.astype(jnp.int32),
-        rope_lens=table.rope_lens,
+        rope_lens=table.rope_lens[:num_rows],
         num_queries=1,
     )
 
@@ -104,11 +106,11 @@ def _decode_rows(table: SlotTable, run: Array) -> AttentionRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SampleInputs:
-    """What the sampler needs of a forward pass, a row for each of the S slots."""
+    """What the sampler needs of a forward pass, a row for each of the first R slots."""
 
-    hidden: Array  # [S, D], of the token whose logits give the slot's next token
-    positions: Array  # [S] int32, that token's position
-    sampled: Array  # [S] bool: the slots that take a token
+    hidden: Array  # [R, D], of the token whose logits give the slot's next token
+    positions: Array  # [R] int32, that token's position
+    sampled: Array  # [R] bool: the slots that take a token
 
 
 def sample_step(
@@ -123,14 +125,14 @@ def _sample(
 ) -> tuple[SlotTable, StepOutput]:
     logits = decoder.logits(model, inputs.hidden)
     tokens = sample(logits, table.sampling, inputs.positions + 1)
-    num_slots = tokens.shape[0]
+    num_rows = tokens.shape[0]
     logprobs, top_ids, top_logprobs = lax.cond(
-        (table.wants_logprobs & inputs.sampled).any(),
+        (table.wants_logprobs[:num_rows] & inputs.sampled).any(),
         lambda: chosen_and_top_logprobs(logits, tokens, max_logprobs),
         lambda: (
-            jnp.zeros(num_slots, jnp.float32),
-            jnp.zeros((num_slots, max_logprobs), jnp.int32),
-            jnp.zeros((num_slots, max_logprobs), jnp.float32),
+            jnp.zeros(num_rows, jnp.float32),
+            jnp.zeros((num_rows, max_logprobs), jnp.int32),
+            jnp.zeros((num_rows, max_logprobs), jnp.float32),
         ),
     )
     table = accept_tokens(table, tokens, inputs.positions, inputs.sampled)
@@ -139,27 +141,34 @@ def _sample(
 
 
 def _decode_forward(
-    model: decoder.Decoder, kv_cache: KVCache, table: SlotTable, slots: Array
+    model: decoder.Decoder, kv_cache: KVCache, table: SlotTable, slots: Array, num_rows: int
 ) -> tuple[KVCache, SampleInputs]:
-    run = table.active & (slots[0] > 0)
-    inputs = StepInputs(token_ids=table.token_ids, rows=(_decode_rows(table, run),))
+    run = (table.active & (slots[0] > 0))[:num_rows]
+    inputs = StepInputs(token_ids=table.token_ids[:num_rows], rows=(_decode_rows(table, run),))
     kv_cache, hidden = decoder.forward(model, kv_cache, inputs)
-    return kv_cache, SampleInputs(hidden, table.positions, run)
+    return kv_cache, SampleInputs(hidden, table.positions[:num_rows], run)
 
 
 def decode(
-    bind: Bind, layout: InputLayout, params: dict[str, Array], kv_cache: KVCache, table: SlotTable, packed: Array
+    bind: Bind,
+    layout: InputLayout,
+    num_rows: int,
+    params: dict[str, Array],
+    kv_cache: KVCache,
+    table: SlotTable,
+    packed: Array,
 ) -> tuple[KVCache, SlotTable, SampleInputs]:
-    """The forward pass of one decode step of every running slot, to be followed by `sample_step`."""
+    """The forward pass of one decode step of the first `num_rows` slots, to be followed by `sample_step`."""
     slots, _, _ = layout.split(packed)
     table = _begin_step(table, slots)
-    kv_cache, sample_inputs = _decode_forward(bind(params), kv_cache, table, slots)
+    kv_cache, sample_inputs = _decode_forward(bind(params), kv_cache, table, slots, num_rows)
     return kv_cache, table, sample_inputs
 
 
 def decode_many(
     bind: Bind,
     layout: InputLayout,
+    num_rows: int,
     num_steps: int,
     max_logprobs: int,
     params: dict[str, Array],
@@ -167,23 +176,22 @@ def decode_many(
     table: SlotTable,
     packed: Array,
 ) -> tuple[KVCache, SlotTable, StepOutput]:
-    """`num_steps` whole decode steps. A slot that stops writes to the null page from then on."""
+    """`num_steps` whole decode steps of the first `num_rows` slots. A slot that stops writes nothing from then on."""
     model = bind(params)
     slots, _, _ = layout.split(packed)
     table = _begin_step(table, slots)
 
     def body(k, carry):
         kv_cache, table, output = carry
-        kv_cache, sample_inputs = _decode_forward(model, kv_cache, table, slots)
+        kv_cache, sample_inputs = _decode_forward(model, kv_cache, table, slots, num_rows)
         table, step = _sample(model, max_logprobs, table, sample_inputs)
         return kv_cache, table, jax.tree.map(lambda all_, one: all_.at[k].set(one[0]), output, step)
 
-    num_slots = layout.num_slots
     empty = StepOutput(
-        jnp.zeros((num_steps, num_slots), jnp.int32),
-        jnp.zeros((num_steps, num_slots), jnp.float32),
-        jnp.zeros((num_steps, num_slots, max_logprobs), jnp.int32),
-        jnp.zeros((num_steps, num_slots, max_logprobs), jnp.float32),
+        jnp.zeros((num_steps, num_rows), jnp.int32),
+        jnp.zeros((num_steps, num_rows), jnp.float32),
+        jnp.zeros((num_steps, num_rows, max_logprobs), jnp.int32),
+        jnp.zeros((num_steps, num_rows, max_logprobs), jnp.float32),
     )
     return lax.fori_loop(0, num_steps, body, (kv_cache, table, empty))
 

@@ -198,20 +198,27 @@ def set_vocab_rows(table: SlotTable, slot: Array, bias: Array, counts: Array, se
 
 
 def accept_tokens(table: SlotTable, tokens: Array, input_positions: Array, sampled: Array) -> SlotTable:
-    """Advance the rows in `sampled` [S] bool by their new token [S] (-2: not usable); stop those that ended.
+    """Advance the first R rows, where `sampled` [R] bool, by their new token [R] (-2: not usable); stop those that
+    ended.
 
     The same rules as the host's scheduler: a stop id, or prompt + output reaching the limit.
     """
+    num_rows = tokens.shape[0]
     positions = input_positions + 1
     took = sampled & (tokens >= 0)
-    is_stop = (table.sampling.stop_ids == tokens[:, None]).any(-1) & (positions >= table.sampling.min_positions)
-    going_on = took & ~is_stop & (positions + 1 < table.limits)
-    rows = jnp.arange(tokens.shape[0])
-    counts = table.sampling.output_counts.at[rows, jnp.maximum(tokens, 0)].add(took.astype(jnp.int32))
+    is_stop = (table.sampling.stop_ids[:num_rows] == tokens[:, None]).any(-1)
+    is_stop &= positions >= table.sampling.min_positions[:num_rows]
+    going_on = took & ~is_stop & (positions + 1 < table.limits[:num_rows])
+
+    def put(array: Array, where: Array, values: Array) -> Array:
+        return array.at[:num_rows].set(jnp.where(where, values, array[:num_rows]))
+
+    counts = table.sampling.output_counts
+    counts = counts.at[jnp.arange(num_rows), jnp.maximum(tokens, 0)].add(took.astype(jnp.int32))
     return replace(
         table,
-        token_ids=jnp.where(took, tokens, table.token_ids),
-        positions=jnp.where(took, positions, table.positions),
-        active=jnp.where(sampled, going_on, table.active),
+        token_ids=put(table.token_ids, took, tokens),
+        positions=put(table.positions, took, positions),
+        active=put(table.active, sampled, going_on),
         sampling=replace(table.sampling, output_counts=counts),
     )

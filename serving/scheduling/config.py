@@ -59,6 +59,7 @@ class SchedulerConfig:
     prefill_token_buckets: tuple[int, ...]  # rising; the largest is what one step may prefill
     query_block: int  # a chunk takes a multiple of this many tokens of the bucket
     max_decode_steps: int = 1  # a dispatch decodes 1 or this many steps; at most page_size
+    decode_sizes: tuple[int, ...] = ()  # slots that a decode step may run over, rising; beside max_num_seqs
     enable_prefix_caching: bool = True
     rope: RopeRegime = RopeRegime()
     static_batching: bool = False  # admit only into an empty engine: the classic baseline, for comparison

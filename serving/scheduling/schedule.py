@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from serving.request import Request
 
-NULL_PAGE = 0  # padding writes there; never allocated, never read as valid
+NULL_PAGE = 0  # what a page table names where it has none: never allocated, written or read as valid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,7 @@ class Schedule:
     resets: tuple[SlotReset, ...] = ()
     page_appends: tuple[PageAppend, ...] = ()
     decode: tuple[tuple[int, Request], ...] = ()  # (slot, request) that decode; the device drops those that stopped
+    num_decode_slots: int = 0  # the decode program's size: every slot in `decode` is below it
     num_decode_steps: int = 1  # K; above 1 only when prefill is empty
     prefill: tuple[PrefillChunk, ...] = ()
 

@@ -28,7 +28,7 @@ from serving.request import FinishReason, Request, RequestError, RequestStatus
 from serving.scheduling.config import SchedulerConfig
 from serving.scheduling.page_allocator import PageAllocator
 from serving.scheduling.prefix_cache import CachedPage, PageChain, PrefixCache
-from serving.scheduling.schedule import NULL_PAGE, PageAppend, PrefillChunk, Schedule, SlotReset
+from serving.scheduling.schedule import PageAppend, PrefillChunk, Schedule, SlotReset
 
 NO_TOKEN = -1  # the slot sampled nothing at this step
 NOT_FINITE = -2  # the slot's logits were not finite
@@ -66,7 +66,7 @@ class SchedulerStats:
     num_drains: int = 0  # schedule() gave way to the update of a step in flight
     num_prefill_tokens: int = 0
     num_prefill_padding_tokens: int = 0  # tokens of query_block rows that chunks left empty
-    num_decode_slot_steps: int = 0  # max_num_seqs * K for each step that decodes: what the fixed shape pays
+    num_decode_slot_steps: int = 0  # slots of the program * K for each step that decodes: what fixed shapes pay
     num_output_tokens: int = 0
     num_preemptions: int = 0  # for memory
     num_rope_restarts: int = 0  # sequences that outgrew their rope regime
@@ -165,6 +165,19 @@ class Scheduler:
 
     # Requests in and out
 
+    def check_room(self, num_tokens: int, max_total_tokens: int) -> int:
+        """Pages that a request may come to hold. Raises RequestError where the pool is too small for it alone."""
+        config = self.config
+        # The last token that may be sampled is not computed.
+        num_pages = config.num_pages_for(max(num_tokens, max_total_tokens - 1))
+        if num_pages > config.num_pages - 1:
+            raise RequestError(
+                "max_total_tokens",
+                f"is {max_total_tokens}, which takes {num_pages} pages of {config.page_size} tokens; "
+                f"the pool has {config.num_pages - 1}",
+            )
+        return num_pages
+
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError where it could never run: no room, or an id in use."""
         assert request.status is RequestStatus.WAITING and request.num_computed_tokens == 0, request.request_id
@@ -182,14 +195,7 @@ class Scheduler:
                 "max_total_tokens",
                 f"is {request.max_total_tokens}; the prompt of {request.num_tokens} tokens needs {min_total_tokens}",
             )
-        # The last token that may be sampled is not computed.
-        num_pages = config.num_pages_for(max(request.num_tokens, request.max_total_tokens - 1))
-        if num_pages > config.num_pages - 1:
-            raise RequestError(
-                "max_total_tokens",
-                f"is {request.max_total_tokens}, which takes {num_pages} pages of {config.page_size} tokens; "
-                f"the pool has {config.num_pages - 1}",
-            )
+        num_pages = self.check_room(request.num_tokens, request.max_total_tokens)
         children = self._sequences.setdefault(request.request_id, {})
         if request.child_index in children:
             raise RequestError("request_id", f"{request.request_id!r} is in use")
@@ -254,14 +260,14 @@ class Scheduler:
         return self._dispatch(decoding, num_decode_steps, chunks, resets, appends)
 
     def update(self, schedule: Schedule, tokens: np.ndarray) -> list[StepEvent]:
-        """Take in what a step sampled. `tokens`: int32 [num_decode_steps, max_num_seqs].
+        """Take in what a step sampled. `tokens`: int32 [num_decode_steps, R], of the first R slots.
 
         tokens[k, slot] is the token that decode step k sampled (a chunk that samples: k = 0), -1 where the slot was
         inactive or stopped, -2 where its logits were not finite. A chunk that does not sample may say -2 as well.
         Requests finished since the step was scheduled are passed over. Events come for requests that got tokens or
         finished.
         """
-        assert tokens.shape == (schedule.num_decode_steps, self.config.max_num_seqs), tokens.shape
+        assert tokens.shape[0] == schedule.num_decode_steps, tokens.shape
         assert self._in_flight and self._in_flight[0] == schedule.step_id, (schedule.step_id, self._in_flight)
         self._in_flight.popleft()
         columns: list[list[int]] = tokens.T.tolist()
@@ -465,8 +471,8 @@ class Scheduler:
             sequence.num_future_tokens = end_position + 1
             decode.append((sequence.slot, sequence.request))
         self.stats.num_steps += 1
-        if decode:
-            self.stats.num_decode_slot_steps += self.config.max_num_seqs * num_decode_steps
+        num_decode_slots = self._num_decode_slots(decode, mixed=bool(chunks))
+        self.stats.num_decode_slot_steps += num_decode_slots * num_decode_steps
         schedule = Schedule(
             step_id=step_id,
             zero_pages=tuple(self._zero_pages),
@@ -474,6 +480,7 @@ class Scheduler:
             resets=tuple(resets),
             page_appends=tuple(appends),
             decode=tuple(decode),
+            num_decode_slots=num_decode_slots,
             num_decode_steps=num_decode_steps,
             prefill=tuple(chunks),
         )
@@ -481,6 +488,15 @@ class Scheduler:
         self._deactivate.clear()
         self._in_flight.append(step_id)
         return schedule
+
+    def _num_decode_slots(self, decode: list[tuple[int, Request]], *, mixed: bool) -> int:
+        """Slots that the step's decode rows run over. A mixed program has all."""
+        if not decode:
+            return 0
+        if mixed:
+            return self.config.max_num_seqs
+        highest = max(slot for slot, _ in decode)
+        return next((size for size in self.config.decode_sizes if size > highest), self.config.max_num_seqs)
 
     # update()
 
@@ -538,7 +554,7 @@ class Scheduler:
 
     def _finish_poisoned(self, sequence: _Sequence) -> None:
         """End a request whose logits were not finite. Its pages leave the cache; those nobody else holds are zeroed
-        before the next step, and so is the null page, where the slot may have written too."""
+        before the next step."""
         own_page_ids = [p for p in sequence.page_ids if self.page_allocator.ref_count(p) == 1]
         self._mark_to_zero(own_page_ids)
         if self.prefix_cache is not None:
@@ -548,7 +564,7 @@ class Scheduler:
         self._finish(sequence, FinishReason.ERROR, error=error)
 
     def _mark_to_zero(self, page_ids: list[int]) -> None:
-        self._zero_pages.update(dict.fromkeys([NULL_PAGE, *page_ids]))
+        self._zero_pages.update(dict.fromkeys(page_ids))
 
     def _finish(
         self,

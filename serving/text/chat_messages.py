@@ -24,7 +24,7 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
     stay as they are (see `with_parsed_arguments`). Raises RequestError naming the message and key.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
-        raise RequestError("messages", f"must be a list of messages, got {_shown(messages)}")
+        raise RequestError("messages", f"must be a list of messages, got {shown_value(messages)}")
     if not messages:
         raise RequestError("messages", "is an empty list; at least one message is needed")
     if len(messages) > MAX_MESSAGES:
@@ -34,14 +34,14 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
 
 def _check_message(name: str, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError(name, f"must be an object with role and content, got {_shown(message)}")
+        raise RequestError(name, f"must be an object with role and content, got {shown_value(message)}")
     checked = {key: value for key, value in plain_json(name, message).items() if value is not None}
     role = checked.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise RequestError(f"{name}.role", f"must be one of {', '.join(ROLES)}; got {_shown(role)}")
+        raise RequestError(f"{name}.role", f"must be one of {', '.join(ROLES)}; got {shown_value(role)}")
     for key in ("name", "tool_call_id", "reasoning_content", "reasoning"):
         if not isinstance(checked.get(key, ""), str):
-            raise RequestError(f"{name}.{key}", f"must be a string, got {_shown(checked[key])}")
+            raise RequestError(f"{name}.{key}", f"must be a string, got {shown_value(checked[key])}")
     if "tool_calls" in checked:
         _check_tool_calls(f"{name}.tool_calls", role, checked["tool_calls"])
         if not checked["tool_calls"]:
@@ -59,31 +59,33 @@ def _content_text(name: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(name, f"must be a string or a list of text parts, got {_shown(content)}")
+        raise RequestError(name, f"must be a string or a list of text parts, got {shown_value(content)}")
     texts = []
     for index, part in enumerate(content):
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise RequestError(f"{name}[{index}]", f"must be an object with a type, got {_shown(part)}")
+            raise RequestError(f"{name}[{index}]", f"must be an object with a type, got {shown_value(part)}")
         if part["type"] != "text":
-            raise RequestError(f"{name}[{index}].type", f"{_shown(part['type'])} is not supported; only text is")
+            raise RequestError(f"{name}[{index}].type", f"{shown_value(part['type'])} is not supported; only text is")
         if not isinstance(part.get("text"), str):
-            raise RequestError(f"{name}[{index}].text", f"must be a string, got {_shown(part.get('text'))}")
+            raise RequestError(f"{name}[{index}].text", f"must be a string, got {shown_value(part.get('text'))}")
         texts.append(part["text"])
     return "\n".join(texts)
 
 
 def _check_tool_calls(name: str, role: str, tool_calls: object) -> None:
     if not isinstance(tool_calls, list):
-        raise RequestError(name, f"must be a list, got {_shown(tool_calls)}")
+        raise RequestError(name, f"must be a list, got {shown_value(tool_calls)}")
     if tool_calls and role != "assistant":
         raise RequestError(name, f"belong to an assistant's message, not to one of role {role}")
     for index, call in enumerate(tool_calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(f"{name}[{index}].function", f"must be an object with a name, got {_shown(function)}")
+            raise RequestError(
+                f"{name}[{index}].function", f"must be an object with a name, got {shown_value(function)}"
+            )
         arguments = function.get("arguments", {})
         if not isinstance(arguments, str | dict):
-            raise RequestError(f"{name}[{index}].function.arguments", f"must be JSON, got {_shown(arguments)}")
+            raise RequestError(f"{name}[{index}].function.arguments", f"must be JSON, got {shown_value(arguments)}")
 
 
 def has_string_arguments(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -105,7 +107,9 @@ def with_parsed_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[st
             except (ValueError, RecursionError):
                 value = None
             if not isinstance(value, dict):
-                raise RequestError("messages", f"hold tool call arguments that are no JSON object: {_shown(arguments)}")
+                raise RequestError(
+                    "messages", f"hold tool call arguments that are no JSON object: {shown_value(arguments)}"
+                )
             call["function"]["arguments"] = plain_json("messages", value)
     return parsed
 
@@ -119,10 +123,10 @@ def check_objects(name: str, values: object) -> list[dict[str, Any]] | None:
     if values is None:
         return None
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        raise RequestError(name, f"must be a list of objects, got {_shown(values)}")
+        raise RequestError(name, f"must be a list of objects, got {shown_value(values)}")
     for index, value in enumerate(values):
         if not isinstance(value, Mapping):
-            raise RequestError(f"{name}[{index}]", f"must be an object, got {_shown(value)}")
+            raise RequestError(f"{name}[{index}]", f"must be an object, got {shown_value(value)}")
     return [plain_json(f"{name}[{index}]", value) for index, value in enumerate(values)] or None
 
 
@@ -139,13 +143,17 @@ def plain_json(name: str, value: object, depth: int = 0) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise RequestError(name, f"has a key that is no string: {_shown(key)}")
+                raise RequestError(name, f"has a key that is no string: {shown_value(key)}")
         return {key: plain_json(name, item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain_json(name, item, depth + 1) for item in value]
-    raise RequestError(name, f"must be JSON, got {_shown(value)}")
+    raise RequestError(name, f"must be JSON, got {shown_value(value)}")
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
+def shown_value(value: object) -> str:
+    """`value` for a message to the client, shortened."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of more digits than Python shows; values too deep in each other
+        return f"a value of type {type(value).__name__} that is too long to show"
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."

@@ -12,6 +12,7 @@ from serving.text.chat_messages import (
     check_objects,
     has_string_arguments,
     plain_json,
+    shown_value,
     with_parsed_arguments,
 )
 from serving.text.control_text import ControlTextHider, StandIns
@@ -109,7 +110,7 @@ class ChatTemplate:
             ("continue_final_message", continue_final_message),
         ):
             if not isinstance(value, bool):
-                raise RequestError(flag, f"must be true or false, got {value!r}")
+                raise RequestError(flag, f"must be true or false, got {shown_value(value)}")
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestError("continue_final_message", "cannot go with add_generation_prompt")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from checkpoints.errors import CheckpointError, shown
+from checkpoints.files import exists_in_folder, open_in_folder
 from serving.text.base import BaseTokenizer, SpacePrefix, TokenizerError, TokenizerInfo
 from serving.text.library_tokenizer import LibraryTokenizer, Spelling, library_errors
 from serving.text.sentencepiece_tokenizer import SentencePieceTokenizer, load_processor
@@ -22,9 +25,9 @@ _OTHER_FORMS = ("tekken.json", "vocab.json", "merges.txt", "spiece.model", "voca
 
 def tokenizer_from_folder(folder: Path) -> BaseTokenizer | None:
     """The tokenizer in `folder`, or None where there is no tokenizer file. Raises TokenizerError."""
-    has_library_file = (folder / "tokenizer.json").is_file()
-    if not has_library_file and not (folder / "tokenizer.model").is_file():
-        others = [name for name in _OTHER_FORMS if (folder / name).is_file()]
+    has_library_file = exists_in_folder(folder, "tokenizer.json")
+    if not has_library_file and not exists_in_folder(folder, "tokenizer.model"):
+        others = [name for name in _OTHER_FORMS if exists_in_folder(folder, name)]
         if others:
             raise TokenizerError(f"{folder} holds {others[0]}, but neither tokenizer.json nor tokenizer.model")
         return None
@@ -37,21 +40,29 @@ class _SideFiles:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.config = _read_json(folder / "tokenizer_config.json")
-        named = {**_read_json(folder / "special_tokens_map.json"), **self.config}
-        self.special_tokens = {key: text for key in _NAMED_TOKENS if (text := _token_text(key, named.get(key)))}
+        self.config = _read_json(folder, "tokenizer_config.json")
+        named = {**_read_json(folder, "special_tokens_map.json"), **self.config}
+        self.special_tokens = {
+            key: text for key in _NAMED_TOKENS if (text := _token_text(self._source(key), named.get(key)))
+        }
         self.other_special: set[str] = set()
         for key in ("additional_special_tokens", "extra_special_tokens"):
-            tokens = named.get(key) or ()
-            tokens = tokens.values() if isinstance(tokens, Mapping) else tokens
-            self.other_special |= {text for token in tokens if (text := _token_text(key, token))}
+            tokens = named.get(key)
+            if tokens is not None and not isinstance(tokens, list | dict):
+                raise TokenizerError(f"{self._source(key)} must be a list or an object of tokens, got {shown(tokens)}")
+            values = tokens.values() if isinstance(tokens, dict) else tokens or ()
+            self.other_special |= {text for token in values if (text := _token_text(self._source(key), token))}
         self.added = self._added_tokens()
         self.chat_template, self.named_chat_templates = self._chat_templates()
+
+    def _source(self, key: str) -> str:
+        """The file and key that name a special token, for messages."""
+        return f"{'tokenizer_config.json' if key in self.config else 'special_tokens_map.json'} {key}"
 
     def flag(self, key: str) -> bool | None:
         value = self.config.get(key)
         if value is not None and not isinstance(value, bool):
-            raise TokenizerError(f"tokenizer_config.json {key} must be true or false, got {value!r}")
+            raise TokenizerError(f"tokenizer_config.json {key} must be true or false, got {shown(value)}")
         return value
 
     def names(self, token: SpecialToken) -> bool:
@@ -81,13 +92,13 @@ class _SideFiles:
     def _named_id(self, key: str, token_ids: Mapping[str, int]) -> int | None:
         text = self.special_tokens.get(key)
         if text is not None and text not in token_ids:
-            raise TokenizerError(f"tokenizer_config.json {key}={text!r} is not in the vocabulary")
+            raise TokenizerError(f"{self._source(key)}={shown(text)} is not in the vocabulary")
         return None if text is None else token_ids[text]
 
     def _added_tokens(self) -> dict[int, tuple[SpecialToken, bool]]:
         """By id, the tokens that the files add to the vocabulary, each with whether it is flagged as special."""
         added: dict[int, tuple[SpecialToken, bool]] = {}
-        for text, token_id in _read_json(self.folder / "added_tokens.json").items():
+        for text, token_id in _read_json(self.folder, "added_tokens.json").items():
             token = _added_token("added_tokens.json", text, token_id)
             added[token.token_id] = (token, False)
         decoder = self.config.get("added_tokens_decoder") or {}
@@ -96,7 +107,7 @@ class _SideFiles:
         for key, entry in decoder.items():
             entry = entry if isinstance(entry, dict) else {}
             flags = {name: entry.get(name) is True for name in ("lstrip", "rstrip", "single_word")}
-            token_id = int(key) if key.isascii() and key.isdecimal() else key
+            token_id = int(key) if key.isascii() and key.isdecimal() and len(key) <= 10 else key
             token = _added_token("tokenizer_config.json added_tokens_decoder", entry.get("content"), token_id, **flags)
             added[token.token_id] = (token, entry.get("special") is True)
         return added
@@ -106,7 +117,7 @@ class _SideFiles:
         named: dict[str, str] = {}
         value = self.config.get("chat_template")
         if value is None:
-            value = _read_json(self.folder / "chat_template.json").get("chat_template")
+            value = _read_json(self.folder, "chat_template.json").get("chat_template")
         if isinstance(value, list):
             for entry in value:
                 if not (isinstance(entry, dict) and isinstance(entry.get("template"), str)):
@@ -116,12 +127,13 @@ class _SideFiles:
             named["default"] = value
         elif value is not None:
             raise TokenizerError("tokenizer_config.json chat_template must be a string or a list")
-        files = {"default": self.folder / "chat_template.jinja"}
-        files |= {path.stem: path for path in sorted((self.folder / "additional_chat_templates").glob("*.jinja"))}
-        for name, path in files.items():
-            if path.is_file():
-                with path.open(encoding="utf-8", errors="replace") as file:
-                    named[name] = file.read(MAX_TEMPLATE_CHARS + 1)
+        if exists_in_folder(self.folder, "chat_template.jinja"):
+            named["default"] = _read_template(self.folder, "chat_template.jinja")
+        if exists_in_folder(self.folder, "additional_chat_templates"):
+            more = self.folder / "additional_chat_templates"
+            if more.is_symlink() or not more.is_dir():
+                raise TokenizerError(f"{more}: is not a folder of its own")
+            named |= {path.stem: _read_template(more, path.name) for path in sorted(more.glob("*.jinja"))}
         default = named.pop("default", None)
         return default, named
 
@@ -130,16 +142,19 @@ def _from_library_file(files: _SideFiles) -> LibraryTokenizer:
     import tokenizers
 
     path = files.folder / "tokenizer.json"
-    _check_size(path, MAX_VOCABULARY_BYTES)
+    content = _read(files.folder, path.name, max_bytes=MAX_VOCABULARY_BYTES)
     unusable = f"{path}: not a tokenizer that can be used"
     with library_errors(unusable):
-        library = tokenizers.Tokenizer.from_file(str(path))
+        library = tokenizers.Tokenizer.from_buffer(content)
+    del content
+    library.no_truncation()  # the file may hold the settings of the training run
+    library.no_padding()
     for token_id, (token, _) in sorted(files.added.items()):
         if library.token_to_id(token.text) is None:
             library.add_tokens([tokenizers.AddedToken(token.text, normalized=False)])
         if library.token_to_id(token.text) != token_id:
             raise TokenizerError(
-                f"{path} gives {token.text!r} the id {library.token_to_id(token.text)}, and the files beside it {token_id}"
+                f"{path} gives {shown(token.text)} the id {library.token_to_id(token.text)}, and the files beside it {token_id}"
             )
     flagged = {token.text for token, is_special in files.added.values() if is_special}
     special, added = [], []
@@ -238,8 +253,7 @@ def _flat(state: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 def _from_sentencepiece_file(files: _SideFiles) -> SentencePieceTokenizer:
     path = files.folder / "tokenizer.model"
-    _check_size(path, MAX_VOCABULARY_BYTES)
-    proto = path.read_bytes()
+    proto = _read(files.folder, path.name, max_bytes=MAX_VOCABULARY_BYTES)
     as_trained = load_processor(proto, str(path))
     if "▁▁" not in "".join(as_trained.encode("a  b", out_type=str)):
         raise TokenizerError(f"{path}: remove_extra_whitespaces is not supported: text would not come back as it was")
@@ -279,37 +293,58 @@ def _from_sentencepiece_file(files: _SideFiles) -> SentencePieceTokenizer:
     )
 
 
-def _check_size(path: Path, limit: int) -> None:
-    size = path.stat().st_size
-    if size > limit:
-        raise TokenizerError(f"{path} has {size} bytes; at most {limit} are accepted")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    _check_size(path, MAX_JSON_BYTES)
+def _read(folder: Path, name: str, *, max_bytes: int, cut: bool = False) -> bytes:
+    """The file's bytes; a longer file is refused, or with `cut` read to there. Links out of the folder are refused."""
     try:
-        content = json.loads(path.read_bytes())
+        file = open_in_folder(folder, name)
+        if file.size > max_bytes and not cut:
+            raise TokenizerError(f"{file.path} has {file.size} bytes; at most {max_bytes} are accepted")
+        return file.read(0, min(file.size, max_bytes)).tobytes()
+    except CheckpointError as error:
+        raise TokenizerError(str(error)) from error
+
+
+def _read_template(folder: Path, name: str) -> str:
+    content = _read(folder, name, max_bytes=4 * (MAX_TEMPLATE_CHARS + 1), cut=True)  # UTF-8: 4 bytes a character
+    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors="replace").read(MAX_TEMPLATE_CHARS + 1)
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    """The object in a file; empty where there is no such file."""
+    if not exists_in_folder(folder, name):
+        return {}
+    path = folder / name
+    try:
+        content = json.loads(_read(folder, name, max_bytes=MAX_JSON_BYTES))
+    except TokenizerError:
+        raise
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: not JSON: {error}") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{path} must hold a JSON object")
+    for key, value in content.items():
+        try:
+            json.dumps([key, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            near = error.object[max(0, error.start - 20) : error.end + 20]
+            raise TokenizerError(f"{path} {shown(key)} holds half of a surrogate pair: {shown(near)}") from error
+        except RecursionError as error:
+            raise TokenizerError(f"{path} {shown(key)} is nested too deep") from error
     return content
 
 
-def _token_text(key: str, value: Any) -> str | None:
-    """The text of a token given as a string or as an object with `content`."""
+def _token_text(source: str, value: Any) -> str | None:
+    """The text of a token given as a string or as an object with `content`; `source` names it in messages."""
     if isinstance(value, dict):
         value = value.get("content")
     if value is not None and not isinstance(value, str):
-        raise TokenizerError(f"{key} must be a string or an object with content, got {value!r}")
+        raise TokenizerError(f"{source} must be a string or an object with content, got {shown(value)}")
     return value
 
 
 def _added_token(source: str, text: object, token_id: object, **flags: bool) -> SpecialToken:
     is_id = isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < 2**31
     if not isinstance(text, str) or not text or not is_id:
-        raise TokenizerError(f"{source} must give texts and ids of tokens, got {text!r} and {token_id!r}")
+        raise TokenizerError(f"{source} must give texts and ids of tokens, got {shown(text)} and {shown(token_id)}")
     assert isinstance(token_id, int)  # is_id
     return SpecialToken(token_id=token_id, text=text, **flags)

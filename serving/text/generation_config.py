@@ -60,24 +60,33 @@ _UNSUPPORTED_KEYS: dict[str, Collection[Any]] = {
 
 
 def default_sampling(
-    generation_config: Mapping[str, Any], *, server_flags: Mapping[str, Any] | None = None, **request: Any
+    generation_config: Mapping[str, Any],
+    *,
+    server_flags: Mapping[str, Any] | None = None,
+    max_model_len: int | None = None,
+    **request: Any,
 ) -> SamplingParams:
     """Sampling of a request: the fields it gives, then `server_flags`, then the model's, then the engine's defaults.
 
     `generation_config` is the content of generation_config.json, `server_flags` and `request` are fields of
-    SamplingParams. Raises ConfigError as `default_fields` does, and RequestError for the request's own fields.
+    SamplingParams, `max_model_len` the engine's context in tokens. Raises ConfigError as `default_fields` does, and
+    RequestError for the request's own fields.
     """
-    return SamplingParams(**{**default_fields(generation_config, server_flags), **request})
+    return SamplingParams(**{**default_fields(generation_config, server_flags, max_model_len=max_model_len), **request})
 
 
 def default_fields(
-    generation_config: Mapping[str, Any], server_flags: Mapping[str, Any] | None = None
+    generation_config: Mapping[str, Any],
+    server_flags: Mapping[str, Any] | None = None,
+    *,
+    max_model_len: int | None = None,
 ) -> dict[str, Any]:
     """Fields of SamplingParams that hold where a request gives none; a server checks its model with this at start.
 
-    `do_sample: false` makes greedy the default. Keys with null count as absent. Raises ConfigError on a wrong type or
-    value, on a key of sampling that is not supported, and on a flag that is no field. Keys that have no part in
-    sampling (see `ignored_keys`) are left alone.
+    `do_sample: false` makes greedy the default. Keys with null count as absent. The file's `max_new_tokens` means up
+    to the context's end (None) where `max_model_len` tokens of context do not hold it: it was written for a longer one,
+    and would refuse every request. Raises ConfigError on a wrong type or value, on a key of sampling that is not
+    supported, and on a flag that is no field. Keys that have no part in sampling (see `ignored_keys`) are left alone.
     """
     given = {key: value for key, value in generation_config.items() if value is not None}
     for key, neutral in _UNSUPPORTED_KEYS.items():
@@ -104,6 +113,9 @@ def default_fields(
             SamplingParams(**{"max_tokens": None, **values})
         except RequestError as error:
             raise ConfigError(f"{source}: {error}") from error
+    max_tokens = from_file.get("max_tokens")
+    if max_model_len is not None and isinstance(max_tokens, int) and max_tokens >= max_model_len:
+        from_file["max_tokens"] = None
     return {**from_file, **flags}
 
 

@@ -43,8 +43,6 @@ class LibraryTokenizer(BaseTokenizer):
     ):
         """`added`: tokens beside the model's vocabulary that are not special; the library finds them in text."""
         library.encode_special_tokens = True  # special tokens are found by this package, ordinary text by the library
-        library.no_truncation()  # files may hold the settings of the training run
-        library.no_padding()
         super().__init__(
             info, vocab_size=vocab_size, special=special, space_prefix=space_prefix, strips_space=strips_space
         )
@@ -54,7 +52,8 @@ class LibraryTokenizer(BaseTokenizer):
 
     def _encode_text(self, text: str) -> list[int]:
         with library_errors("text that this vocabulary cannot encode"):
-            token_ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+            # encode holds the GIL, a batch does not: other threads go on while a long text is encoded
+            token_ids: list[int] = self._library.encode_batch([text], add_special_tokens=False)[0].ids
         return token_ids
 
     def _text_bytes(self, token_id: int) -> bytes:

@@ -36,6 +36,11 @@ def test_token_ids_outside_the_vocabulary_are_refused_by_place_and_value(tiny_ll
         tiny_llm.generate([{"prompt_token_ids": prompt}], GOOD, use_tqdm=False)
 
 
+def test_an_integer_too_long_to_show_is_refused_by_place(tiny_llm):
+    with pytest.raises(RequestError, match=r"prompt_token_ids\[1\]: a number too long to show is outside"):
+        tiny_llm.generate([[1, 10**5000]], GOOD, use_tqdm=False)
+
+
 def test_the_first_and_last_token_ids_are_accepted(tiny_llm):
     assert len(tokens(tiny_llm, {"prompt_token_ids": [0, VOCAB_SIZE - 1]})) == 4
     assert len(tokens(tiny_llm, {"prompt_token_ids": np.array([0, 300])})) == 4
@@ -130,6 +135,7 @@ WRONG_FIELDS = [
         [{-1: 1.0}, {"AI": 1.0}, {"1.5": 1}, {1.5: 1}, {1: math.nan}, {1: 1e9}, {1: math.inf}, {1: "x"}, [1]],
     ),
     ("logit_bias", [{i: 0.0 for i in range(1025)}]),
+    ("stop", ["\ud800", ["a", "b\udfff"]]),
     ("stop", ["", [""], ["a", ""], [1], 5, ["x"] * 17, ["x" * 2000]]),
     ("stop_token_ids", [[-1], [2**31], ["1"], [1] * 17, "12", 5]),
     ("allowed_token_ids", [[], [-1], "1", [1.5]]),
@@ -141,7 +147,7 @@ WRONG_FIELDS = [
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [(f, v) for f, values in WRONG_FIELDS for v in values], ids=lambda v: str(v)[:24]
+    ("field", "value"), [(f, v) for f, values in WRONG_FIELDS for v in values], ids=lambda v: ascii(v)[:24]
 )
 def test_wrong_sampling_values_are_refused_by_field(field, value):
     started_s = time.monotonic()
@@ -177,6 +183,24 @@ def test_settings_must_be_one_or_one_a_prompt(tiny_llm):
     with pytest.raises(RequestError, match="sampling_params: has 1 entries for 2 prompts"):
         tiny_llm.generate([[1], [2]], [GOOD], use_tqdm=False)
     assert tiny_llm.generate([], GOOD, use_tqdm=False) == []
+
+
+@pytest.mark.parametrize("params", [5, "x", {"n": 1}, (GOOD for _ in range(1)), [5], [None]], ids=ascii)
+def test_settings_of_another_type_are_refused_with_field_and_value(tiny_llm, params):
+    with pytest.raises(RequestError, match=r"^sampling_params(\[0\])?: must be SamplingParams.*, got "):
+        tiny_llm.generate([[1]], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("messages", [None, 5, "hi", {"role": "user", "content": "hi"}], ids=ascii)
+def test_chats_of_another_type_are_refused_with_field_and_value(tiny_llm, messages):
+    with pytest.raises(RequestError, match=r"^messages: must be a list of messages or of such lists, got "):
+        tiny_llm.chat(messages, GOOD, use_tqdm=False)
+
+
+def test_no_completion_is_built_before_every_prompt_was_checked(tiny_llm, monkeypatch):
+    monkeypatch.setattr(tiny_llm.engine, "add_checked", None)  # calling it would be a TypeError
+    with pytest.raises(RequestError, match=r"prompts\[3\]: prompt_token_ids\[0\]: 999 is outside"):
+        tiny_llm.generate([[1, 2]] * 3 + [[999]], SamplingParams(n=128), use_tqdm=False)
 
 
 def test_a_live_request_id_cannot_be_used_twice(tiny_llm):

@@ -122,7 +122,7 @@ def run(params: dict[str, np.ndarray], num_shards: int, steps: list[StepInputs],
         assert logits.sharding.is_fully_replicated
         outs.append(np.asarray(logits))
     shard = kv_cache[0].addressable_shards[0].data
-    assert shard.shape[2] == stored_kv_heads(CONFIG, num_shards) // num_shards
+    assert shard.shape[3] == stored_kv_heads(CONFIG, num_shards) // num_shards
     return outs, compiled, shard.nbytes
 
 

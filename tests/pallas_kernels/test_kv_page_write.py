@@ -17,35 +17,36 @@ def test_tokens_land_in_their_places_and_nothing_else_changes() -> None:
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     num_pages, num_kv_heads, page_size, head_dim = 6, 2, 4, 8
-    kv_pages = rng.standard_normal((num_pages, 2, num_kv_heads, page_size, head_dim)).astype(np.float32)
+    kv_pages = rng.standard_normal((num_pages, 2, page_size, num_kv_heads, head_dim)).astype(np.float32)
     k, v = rng.standard_normal((2, 7, num_kv_heads, head_dim)).astype(np.float32)
-    # five real tokens, then two padding tokens in the null page
-    kv_indices = np.concatenate([page_size + rng.permutation((num_pages - 1) * page_size)[:5], [0, 0]]).astype(np.int32)
+    # five real tokens, then two padding tokens past the pool
+    kv_indices = np.concatenate(
+        [page_size + rng.permutation((num_pages - 1) * page_size)[:5], [num_pages * page_size] * 2]
+    ).astype(np.int32)
     expected = kv_pages.copy()
     for token, index in enumerate(kv_indices[:5]):
-        expected[index // page_size, 0, :, index % page_size] = k[token]
-        expected[index // page_size, 1, :, index % page_size] = v[token]
+        expected[index // page_size, 0, index % page_size] = k[token]
+        expected[index // page_size, 1, index % page_size] = v[token]
     out = np.asarray(jax.jit(write_kv)(kv_pages, k, v, kv_indices))
-    np.testing.assert_array_equal(out[1:], expected[1:])
-    np.testing.assert_array_equal(out[0, :, :, 1:], kv_pages[0, :, :, 1:])
+    np.testing.assert_array_equal(out, expected)
 
 
 def test_values_are_cast_to_the_dtype_of_the_pool() -> None:
-    kv_pages = jnp.zeros((2, 2, 1, 2, 4), jnp.bfloat16)
+    kv_pages = jnp.zeros((2, 2, 2, 1, 4), jnp.bfloat16)
     ones = jnp.ones((1, 1, 4), jnp.float32)
     out = write_kv(kv_pages, ones, 2 * ones, jnp.array([3], jnp.int32))
     assert out.dtype == jnp.bfloat16
-    assert out[1, :, 0, 1, 0].tolist() == [1.0, 2.0]
+    assert out[1, :, 1, 0, 0].tolist() == [1.0, 2.0]
 
 
 def test_index_outside_the_pool_is_dropped() -> None:
-    kv_pages = jnp.zeros((2, 2, 1, 2, 4))
+    kv_pages = jnp.zeros((2, 2, 2, 1, 4))
     out = write_kv(kv_pages, jnp.ones((2, 1, 4)), jnp.ones((2, 1, 4)), jnp.array([4, 1000], jnp.int32))
     assert not out.any()
 
 
 def test_donated_pool_is_written_in_place() -> None:
-    kv_pages = jnp.zeros((1024, 2, 2, 16, 64))
+    kv_pages = jnp.zeros((1024, 2, 16, 2, 64))
     new = jnp.ones((8, 2, 64))
     arguments = (kv_pages, new, new, jnp.arange(16, 24, dtype=jnp.int32))
     compiled = jax.jit(write_kv, donate_argnums=0).lower(*arguments).compile()
@@ -58,4 +59,4 @@ def test_donated_pool_is_written_in_place() -> None:
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="must be"):
-        write_kv(jnp.zeros((2, 2, 1, 2, 4)), jnp.ones((1, 2, 4)), jnp.ones((1, 2, 4)), jnp.zeros(1, jnp.int32))
+        write_kv(jnp.zeros((2, 2, 2, 1, 4)), jnp.ones((1, 2, 4)), jnp.ones((1, 2, 4)), jnp.zeros(1, jnp.int32))

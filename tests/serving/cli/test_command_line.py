@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import os
+import socket
+import stat
 import subprocess
 import sys
 from typing import Any, ClassVar
@@ -187,6 +191,72 @@ def test_logit_bias_of_a_line_has_its_keys_as_json_must_write_them(tmp_path):
     assert EchoLLM.made[0].calls[0][1].logit_bias == {17: -1.0}
 
 
+def test_a_line_of_many_keys_is_read_in_one_pass(tmp_path):
+    """80,000 keys: a check of each against each would take minutes."""
+    extra = {str(number): number for number in range(80_000)}
+    message = {"role": "user", "content": "a", "extra": extra}
+    file = prompts_file(tmp_path, {"messages": [message]})
+    assert run("generate", "--model", "m", "--prompts_file", file) == 0
+    assert EchoLLM.made[0].calls[0][0] == {"messages": [message]}
+
+
+def test_half_of_a_surrogate_pair_is_printed_as_an_escape_and_loses_no_answer(capsys, tmp_path):
+    file = prompts_file(tmp_path, '{"prompt": "Water \\ud800"}', {"prompt": "good"})
+    assert run("generate", "--model", "m", "--prompts_file", file) == 0
+    assert capsys.readouterr().out == "> Water \\ud800\n\\ud800 retaW\n\n> good\ndoog\n\n"
+    output = tmp_path / "out.jsonl"
+    assert run("generate", "--model", "m", "--prompts_file", file, "--output", str(output)) == 0
+    assert [json.loads(line)["text"] for line in output.read_text().splitlines()] == ["\ud800 retaW", "doog"]
+
+
+def test_answers_that_the_terminal_cannot_spell_are_escaped(capsys, monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert run("generate", "--model", "m", "--prompt", "aé") == 0
+    screen.flush()
+    assert screen.buffer.getvalue() == b"> a\\xe9\n\\xe9a\n\n"
+
+
+def test_output_to_a_fifo_is_written_into_it(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    link = tmp_path / "link"
+    link.symlink_to(fifo)
+    for path in (fifo, link):
+        reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)  # so that the writer need not wait
+        assert run("generate", "--model", "m", "--prompt", "ab", "--output", str(path)) == 0
+        assert json.loads(os.read(reader, 65536))["text"] == "ba"
+        os.close(reader)
+        assert stat.S_ISFIFO(fifo.lstat().st_mode) and link.is_symlink()
+        assert sorted(tmp_path.iterdir()) == [fifo, link]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_output_to_a_link_replaces_the_file_that_it_leads_to(tmp_path, is_there):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    target, link = folder / "answers", tmp_path / "link"
+    link.symlink_to(target)
+    if is_there:
+        target.write_text("old")
+    mine = folder / "answers.part"  # a file of the user's
+    mine.write_text("mine")
+    assert run("generate", "--model", "m", "--prompt", "ab", "--output", str(link)) == 0
+    assert link.is_symlink() and json.loads(target.read_text())["text"] == "ba"
+    assert sorted(folder.iterdir()) == [target, mine] and mine.read_text() == "mine"
+
+
+def test_output_to_a_socket_or_into_a_loop_of_links_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # names of sockets must be short
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.bind("socket")
+        status = run("generate", "--model", "m", "--prompt", "a", "--output", "socket")
+    assert_refused(capsys, status, "output", "'socket' is neither a file, a FIFO nor a character device")
+    (tmp_path / "loop").symlink_to("loop")
+    assert_refused(capsys, run("generate", "--model", "m", "--prompt", "a", "--output", "loop"), "loop")
+    assert stat.S_ISSOCK((tmp_path / "socket").lstat().st_mode) and (tmp_path / "loop").is_symlink()
+
+
 def test_files_bindings_and_flags_reach_the_engine_the_later_winning(tmp_path):
     gin_file = tmp_path / "run.gin"
     gin_file.write_text("RunConfig.model = 'from file'\nEngineConfig.page_size = 32\nEngineConfig.max_num_seqs = 2\n")
@@ -214,7 +284,8 @@ def test_every_config_field_and_every_sampling_field_has_a_flag():
             "dtype": "float32", "kv_dtype": "bfloat16", "page_size": 32, "max_model_len": 64,
             "max_num_seqs": 3, "prefill_token_buckets": (16, 48), "query_block": 16, "max_decode_steps": 4,
             "num_pages": 9, "memory_fraction": 0.5, "enable_prefix_caching": False, "max_logprobs": 2, "seed": 8,
-            "compilation_cache_dir": "here", "kv_cache_bytes": None,
+            "compilation_cache_dir": "here", "kv_cache_bytes": None, "decode_slot_buckets": (1, 3),
+            "executables_dir": "there",
         },
         MeshConfig: {"data": 2, "tensor": 3, "expert": 4},
         SamplingParams: {
@@ -270,6 +341,7 @@ BAD_LINES = [
     ('{"prompt": "a", "logit_bias": {"1": 1e9}}', ["logit_bias[1]", "1000000000.0"]),
     ('{"prompt": "a", "temperature": NaN}', ["temperature", "nan"]),
     ('{"prompt": "a", "prompt": "b"}', ["'prompt'", "twice"]),
+    ('{"prompt": "a", "logit_bias": {"1": 1, "01": 2}}', ["logit_bias", "an id is given twice"]),
     ('{"prompt": "a"', ["not JSON"]),
     ('["a"]', ["object", "list"]),
     ("a", ["not JSON"]),

@@ -291,7 +291,7 @@ def test_a_request_with_logits_that_are_not_finite_ends_alone_and_its_pages_are_
     ]
     assert "not finite" in requests[2].error and requests[2].num_output_tokens == after
     zeroed = [page_id for schedule in engine.schedules for page_id in schedule.zero_pages]
-    assert 0 in zeroed and len(zeroed) > 1
+    assert zeroed and 0 not in zeroed
     engine.check_outputs()
     again = engine.add(tools.make_request("again", [*shared, 2], max_tokens=20))
     engine.run()

@@ -228,6 +228,14 @@ def test_a_template_for_tools_is_taken_where_there_is_one(byte_metadata):
         ([{"role": "user", "content": "x", "extra": {1: 2}}], r"messages\[0\]: has a key that is no string: 1"),
         ([{"role": "user", "content": "x", "extra": object}], r"messages\[0\]: must be JSON"),
         ([{"role": "user", "content": "x", "extra": float("nan")}], r"messages\[0\]: must be JSON, got nan"),
+        (
+            [{"role": "user", "content": 10**5000}],
+            r"messages\[0\]: must be JSON, got a value of type int that is too long",
+        ),
+        ([{"role": "user", "content": [object, 10**5000]}], r"messages\[0\]: must be JSON, got <class 'object'>"),
+        ({10**5000}, "messages: must be a list of messages, got a value of type set that is too long to show"),
+        (["x", [10**5000]], r"messages\[0\]: must be an object with role and content, got 'x'"),
+        ([[10**5000]], r"messages\[0\]: must be an object .* got a value of type list that is too long to show"),
         (USER * 5000, "messages: has 5000 entries; at most 4096"),
     ],
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
+import re
 
 import pytest
 import sentencepiece
@@ -134,7 +136,9 @@ def test_truncation_and_padding_of_the_training_run_are_off(tmp_path):
     library.enable_padding(length=64)
     tokenizer = write(tmp_path, library)
     text = "The quick brown fox jumps"
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    for add_special_tokens in (False, True):  # the file has no post-processor: nothing stands before or after
+        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
 def test_config_makes_tokens_special_and_adds_new_ones(tmp_path):
@@ -275,6 +279,22 @@ def test_broken_files_are_refused_by_name(tmp_path, change, message):
     [
         ([], "tokenizer_config.json must hold a JSON object"),
         ({"bos_token": 3}, "bos_token must be a string"),
+        ({"bos_token": "\ud800"}, r"tokenizer_config.json 'bos_token' holds half of a surrogate pair: .*\\ud800"),
+        ({"chat_template": "a\udfff"}, r"tokenizer_config.json 'chat_template' holds half of a surrogate pair"),
+        (
+            {"added_tokens_decoder": {"1": {"content": "\ud800"}}},
+            r"tokenizer_config.json 'added_tokens_decoder' holds half of a surrogate pair: .*\\ud800",
+        ),
+        ({"added_tokens_decoder": {"9" * 5000: {"content": "a"}}}, r"added_tokens_decoder must give .* '9+\.\.\.9+'$"),
+        *(
+            ({key: value}, f"tokenizer_config.json {key} must be a list or an object of tokens, got {value!r}")
+            for key in ("additional_special_tokens", "extra_special_tokens")
+            for value in (5, True, 1.5, "ab", 0, "")
+        ),
+        (
+            {"extra_special_tokens": {"image": 5}},
+            "tokenizer_config.json extra_special_tokens must be a string .* got 5",
+        ),
         ({"eos_token": "<missing>"}, "eos_token='<missing>' is not in the vocabulary"),
         ({"add_bos_token": "yes"}, "add_bos_token must be true or false"),
         ({"add_bos_token": True}, "add_bos_token is true, but there is no such token"),
@@ -289,6 +309,71 @@ def test_wrong_config_values_are_refused_by_name(tmp_path, config, message):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(TokenizerError, match=message):
         load_tokenizer(tmp_path)
+
+
+def test_special_tokens_map_is_named_where_it_is_wrong(tmp_path):
+    write(tmp_path, byte_level_library())
+    (tmp_path / "special_tokens_map.json").write_text('{"additional_special_tokens": "ab"}')
+    with pytest.raises(
+        TokenizerError, match=r"^special_tokens_map.json additional_special_tokens must be a list .* 'ab'"
+    ):
+        load_tokenizer(tmp_path)
+
+
+SIDE_FILES = [
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/x.jinja",
+]
+
+
+def outside(path):
+    (path.parents[1] / "secret").write_text("{}")
+    path.symlink_to(path.parents[1] / "secret")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", *SIDE_FILES])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "is not a regular file"),
+        (lambda path: path.mkdir(), "is not a regular file"),
+        (lambda path: path.symlink_to("nowhere"), "cannot be opened: No such file"),
+        (lambda path: path.symlink_to(path), "cannot be opened: Symlink loop"),
+        (outside, "is a link that leads outside the model's folder"),
+    ],
+    ids=["fifo", "folder", "broken_link", "link_loop", "link_outside"],
+)
+def test_what_is_no_file_of_the_folder_is_refused_by_name(tmp_path, name, make, message):
+    folder = tmp_path / "model"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    if name in SIDE_FILES:
+        byte_level_library().save(str(folder / "tokenizer.json"))
+    make(folder / name)
+    with pytest.raises(TokenizerError, match=f"{re.escape(str(folder / name))}: {message}"):
+        load_tokenizer(folder)
+
+
+def test_a_folder_of_templates_that_is_a_link_is_refused_by_name(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    byte_level_library().save(str(folder / "tokenizer.json"))
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "x.jinja").write_text("secret")
+    (folder / "additional_chat_templates").symlink_to(tmp_path / "secret")
+    with pytest.raises(TokenizerError, match="additional_chat_templates: is not a folder of its own"):
+        load_tokenizer(folder)
+
+
+def test_links_inside_the_folder_are_followed(tmp_path):
+    byte_level_library().save(str(tmp_path / "blob"))
+    (tmp_path / "tokenizer.json").symlink_to("blob")
+    (tmp_path / "template").write_bytes("ü\r\n".encode() + b"\xff")
+    (tmp_path / "chat_template.jinja").symlink_to("template")
+    assert load_tokenizer(tmp_path).chat_template == "ü\n\ufffd"
 
 
 def test_text_that_a_broken_vocabulary_cannot_encode_is_an_error_of_its_own(tmp_path):

@@ -61,6 +61,14 @@ def test_no_sampling_means_greedy_and_a_request_may_still_sample():
     assert default_sampling(config, temperature=1.0) == SamplingParams(temperature=1.0, repetition_penalty=1.1)
 
 
+def test_more_new_tokens_than_the_context_holds_means_up_to_its_end():
+    config = {"max_new_tokens": 64}
+    assert default_fields(config, max_model_len=65) == {"max_tokens": 64}
+    assert default_fields(config, max_model_len=64) == {"max_tokens": None}
+    assert default_sampling(config, max_model_len=64, max_tokens=70).max_tokens == 70
+    assert default_sampling(config, server_flags={"max_tokens": 8}, max_model_len=64).max_tokens == 8
+
+
 def test_null_counts_as_absent_and_neutral_values_as_nothing():
     assert (
         default_fields({"top_k": None, "do_sample": None, "num_beams": 1, "typical_p": 1.0, "bad_words_ids": []}) == {}

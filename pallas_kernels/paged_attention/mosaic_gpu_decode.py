@@ -1,0 +1,421 @@
+"""Decode attention for Hopper (sm_90a) in Pallas Mosaic GPU: one or a few queries a row, bound by reading KV.
+
+The keys of a row are cut into chunks whose size depends on the row's own length only, so a row's bits do not depend on
+the other rows. A work item is one chunk of one KV head. A fixed grid of blocks walks the items; each block, one
+warpgroup, fills a ring of key and value tiles with TMA, a copy a page, and computes on tensor cores with the keys on
+the 64-row side and the queries of the group (few) on the other,
+
+    S^T [keys, N] = K Q^T,    O^T [H, N] += V^T P^T,
+
+with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022). Items leave float32 partial results; a second
+kernel merges the chunks of each row (Dao et al. 2023, Flash-Decoding).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.reference import LOWEST_MAX, MASKED_SCORE
+
+LOG2E = math.log2(math.e)
+TILE = 64  # keys a step: the row count of one wgmma
+MAX_COLUMNS = 64  # query columns a KV head; more is the prefill kernel's work
+PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Sizes that change speed only."""
+
+    num_stages: int = 2  # tiles of K and of V in flight in a block
+    num_blocks: int = 396  # of the grid: 3 for each of the H200's 132 multiprocessors
+    # (up to this many keys, most keys a chunk): small chunks fill the card with one short row, large ones save merging
+    chunks: tuple[tuple[int, int], ...] = ((2048, 512), (65536, 1024), (1 << 30, 2048))
+
+
+def supports(q: jax.Array, kv_pages: jax.Array) -> bool:
+    """Whether this kernel takes these shapes and dtypes."""
+    _, num_queries, _, num_groups, head_dim = q.shape
+    page_size = kv_pages.shape[2]
+    return (
+        q.dtype == kv_pages.dtype == jnp.bfloat16
+        and head_dim in (64, 128, 256)
+        and num_queries * num_groups <= MAX_COLUMNS
+        and page_size % 8 == 0
+        and (TILE % page_size == 0 or page_size % TILE == 0)
+    )
+
+
+def chunk_size(length: jax.Array, chunks: tuple[tuple[int, int], ...]) -> jax.Array:
+    """Keys a chunk for rows that end at `length`: even chunks, in whole tiles, no larger than `chunks` says."""
+    most = jnp.full_like(length, chunks[-1][1])
+    for up_to, chunk in reversed(chunks[:-1]):
+        most = jnp.where(length <= up_to, chunk, most)
+    num_chunks = jnp.maximum(-(-length // most), 1)
+    return -(-length // (num_chunks * TILE)) * TILE
+
+
+def max_chunks(max_length: int, chunks: tuple[tuple[int, int], ...]) -> int:
+    """Most chunks that a row of up to `max_length` keys can have."""
+    lower_bounds = (0, *(up_to for up_to, _ in chunks))
+    return max(
+        -(-min(up_to, max_length) // chunk)
+        for (up_to, chunk), lower_bound in zip(chunks, lower_bounds, strict=False)
+        if lower_bound < max_length
+    )
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["items", "num_items", "first_item", "num_chunks"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The work of one call. The same for all layers of a step, so XLA computes it once."""
+
+    items: jax.Array  # [W, 3] int32: row, first key, end key
+    num_items: jax.Array  # [1] int32
+    first_item: jax.Array  # [R] int32
+    num_chunks: jax.Array  # [R] int32
+
+
+def make_plan(
+    starts: jax.Array,
+    lengths: jax.Array,
+    max_length: int,
+    sliding_window: int | None,
+    chunks: tuple[tuple[int, int], ...] = Tuning.chunks,
+) -> Plan:
+    """Cut rows into items: rows with more chunks first, a row's chunks one after the other."""
+    num_rows = starts.shape[0]
+    end = jnp.where(lengths > 0, starts + lengths, 0)
+    first = jnp.zeros_like(end) if sliding_window is None else jnp.maximum(starts - (sliding_window - 1), 0)
+    chunk = jnp.maximum(chunk_size(end, chunks), TILE)  # also where there is nothing to cut
+    num_chunks = jnp.where(lengths > 0, -(-end // chunk) - first // chunk, 0)
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    goes_before = (num_chunks[None, :] > num_chunks[:, None]) | (
+        (num_chunks[None, :] == num_chunks[:, None]) & (row[None, :] < row[:, None])
+    )
+    first_item = jnp.where(goes_before, num_chunks[None, :], 0).sum(1, dtype=jnp.int32)
+    # the row of item w: the one with first_item <= w < first_item + num_chunks
+    item = jnp.arange(num_rows * max_chunks(max_length, chunks), dtype=jnp.int32)
+    is_mine = (item[:, None] >= first_item) & (item[:, None] < first_item + num_chunks)  # [W, R]
+
+    def of_row(values: jax.Array) -> jax.Array:
+        return jnp.where(is_mine, values, 0).sum(1, dtype=jnp.int32)
+
+    chunk_W = of_row(chunk)
+    begin_W = (of_row(first // chunk) + item - of_row(first_item)) * chunk_W
+    # from a multiple of the tile on, so that whole pages are read
+    first_key_W = jnp.maximum(begin_W, of_row(first) // TILE * TILE)
+    end_key_W = jnp.minimum(begin_W + chunk_W, of_row(end))
+    items = jnp.stack([of_row(jnp.broadcast_to(row, num_chunks.shape)), first_key_W, end_key_W], axis=1)
+    return Plan(items, num_chunks.sum(keepdims=True, dtype=jnp.int32), first_item, num_chunks.astype(jnp.int32))
+
+
+def _attend(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    page_table: jax.Array,
+    starts: jax.Array,
+    plan: Plan,
+    *,
+    num_queries: int,
+    num_groups: int,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    tuning: Tuning,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q [R, K, N, H] -> each item's partial result: O^T [W, K, H, N], and per column the maximum (of log2) and sum."""
+    num_kv_heads, num_columns, head_dim = q.shape[1:]
+    num_items = plan.items.shape[0]
+    page_size = kv_pages.shape[2]
+    num_stages, num_blocks = tuning.num_stages, tuning.num_blocks
+    num_copies = max(1, TILE // page_size)  # of a tile
+    copy_rows = TILE // num_copies
+    # scores are powers of 2 after this factor; a soft cap applies its own
+    in_log2 = 1.0 if softcap is not None else scale * LOG2E
+
+    def body(items, count, table, starts, q, pool, out, out_max, out_sum, q_s, k_s, v_s, p_s, q_full, k_full, v_full):
+        block = lax.axis_index("block")
+        total = count[0] * num_kv_heads
+
+        def item_of(turn):
+            # back and forth: a block that took a longer item takes a shorter one next
+            is_odd = lax.rem(turn, jnp.int32(2)) == 1
+            return turn * num_blocks + jnp.where(is_odd, num_blocks - 1 - block, block)
+
+        def load_item(turn):
+            item = item_of(turn)
+            w, head = lax.div(item, jnp.int32(num_kv_heads)), lax.rem(item, jnp.int32(num_kv_heads))
+            first, end = items[w, 1], items[w, 2]
+            first_tile = lax.div(first, jnp.int32(TILE))
+            return w, head, items[w, 0], end, first_tile, lax.div(end + (TILE - 1), jnp.int32(TILE)) - first_tile
+
+        def page_ids(row, end, tile):
+            """Of the tile that starts at key tile * TILE. Past the row's last page, that page again: what others hold,
+            NaN perhaps, must not meet this row's probabilities, though they are 0 there."""
+            first_page, last_page = lax.div(tile * TILE, jnp.int32(page_size)), lax.div(end - 1, jnp.int32(page_size))
+            return tuple(table[row, jnp.minimum(first_page + i, last_page)] for i in range(num_copies))
+
+        def copy_tile(part, ring, full, slot, ids, head, tile):
+            """part: 0 keys, 1 values."""
+            first_row = 0 if page_size <= TILE else lax.rem(tile * TILE, jnp.int32(page_size))
+            for i, page_id in enumerate(ids):
+                plgpu.copy_gmem_to_smem(
+                    pool.at[page_id, part, pl.ds(first_row, copy_rows), head],
+                    ring.at[slot, pl.ds(i * copy_rows, copy_rows)],
+                    full.at[slot],
+                )
+
+        def first_ids(item):
+            _, _, row, end, first_tile, _ = item
+            return tuple(page_ids(row, end, first_tile + stage) for stage in range(num_stages))
+
+        def begin_item(item, ids):
+            """Start the copies of an item's queries and first tiles. All slots must be free."""
+            _, head, row, _, first_tile, num_tiles = item
+            plgpu.copy_gmem_to_smem(q.at[row, head], q_s, q_full)
+            for stage in range(num_stages):
+
+                @pl.when(stage < num_tiles)
+                def _(stage=stage):
+                    copy_tile(0, k_s, k_full, stage, ids[stage], head, first_tile + stage)
+                    copy_tile(1, v_s, v_full, stage, ids[stage], head, first_tile + stage)
+
+        def scores(slot):
+            def product(acc):
+                plgpu.wgmma(acc, k_s.at[slot], q_s.T)
+                return acc[...]
+
+            return pl.run_scoped(product, plgpu.ACC((TILE, num_columns), jnp.float32))
+
+        def weighted_values(slot):
+            def product(acc):
+                plgpu.wgmma(acc, v_s.at[slot].T, p_s.T)
+                return acc[...]
+
+            return pl.run_scoped(product, plgpu.ACC((head_dim, num_columns), jnp.float32))
+
+        def masked(s, tile, start, end):
+            shape = (TILE, num_columns)
+            key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + tile * TILE
+            is_seen = key < end
+            query = start
+            if num_queries > 1:
+                column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+                query = query + lax.div(column, jnp.int32(num_groups))
+                is_seen &= key <= query
+            if sliding_window is not None:
+                is_seen &= key > query - sliding_window
+            return jnp.where(is_seen, s, MASKED_SCORE)
+
+        def run_item(turn, item):
+            w, head, row, end, first_tile, num_tiles = item
+            # what the next item needs is read now, so that its copies start without waiting
+            after = load_item(jnp.minimum(turn + 1, num_turns - 1))
+            ids_of_after = first_ids(after)
+            start = starts[row]
+            plgpu.barrier_wait(q_full)
+
+            def step(t, carry):
+                ids_before, ids, max_N, sum_TN, out_HN = carry
+                slot = lax.rem(t, jnp.int32(num_stages))
+                ids_after = page_ids(row, end, first_tile + t + num_stages + 1)
+                plgpu.barrier_wait(k_full.at[slot])
+                s = scores(slot)
+                if softcap is not None:
+                    # tanh by way of exp2: the hardware's own is good to 11 bits only
+                    e = jnp.exp2(s * (2 * LOG2E * scale / softcap))
+                    s = (1 - 2 / (e + 1)) * (softcap * LOG2E)
+                s = masked(s, first_tile + t, start, end)
+                # The maximum over keys crosses the warps and holds barriers of all four: past it each has done
+                # reading this slot of K, and the slot of V and P of the tile before.
+                new_max_N = jnp.maximum(max_N, s.max(axis=0) * in_log2)
+                rescale_N = jnp.exp2(max_N - new_max_N)
+                p = jnp.exp2(s * in_log2 - lax.broadcast_in_dim(new_max_N, s.shape, [1]))
+                sum_TN = sum_TN * lax.broadcast_in_dim(rescale_N, s.shape, [1]) + p
+                out_HN = out_HN * lax.broadcast_in_dim(rescale_N, out_HN.shape, [1])
+
+                @pl.when(t + num_stages < num_tiles)
+                def _():
+                    copy_tile(0, k_s, k_full, slot, ids, head, first_tile + t + num_stages)
+
+                @pl.when((t > 0) & (t - 1 + num_stages < num_tiles))
+                def _():
+                    slot_before = lax.rem(t + (num_stages - 1), jnp.int32(num_stages))
+                    copy_tile(1, v_s, v_full, slot_before, ids_before, head, first_tile + t - 1 + num_stages)
+
+                p_s.T[...] = p.astype(p_s.dtype)
+                plgpu.barrier_wait(v_full.at[slot])
+                plgpu.commit_smem()
+                return ids, ids_after, new_max_N, sum_TN, out_HN + weighted_values(slot)
+
+            carry = (
+                page_ids(row, end, first_tile + num_stages - 1),
+                page_ids(row, end, first_tile + num_stages),
+                plgpu.layout_cast(jnp.full((num_columns,), LOWEST_MAX, jnp.float32), PER_COLUMN),
+                plgpu.layout_cast(jnp.zeros((TILE, num_columns), jnp.float32), plgpu.Layout.WGMMA),
+                plgpu.layout_cast(jnp.zeros((head_dim, num_columns), jnp.float32), plgpu.Layout.WGMMA),
+            )
+            *_, max_N, sum_TN, out_HN = lax.fori_loop(0, num_tiles, step, carry)
+            sum_N = sum_TN.sum(axis=0)  # crosses the warps: past it all slots are free
+
+            @pl.when(turn + 1 < num_turns)
+            def begin_next():
+                begin_item(after, ids_of_after)
+
+            out.at[w, head][...] = out_HN
+            out_max.at[w, head][...] = max_N
+            out_sum.at[w, head][...] = sum_N
+            return after
+
+        turns = lax.div(total + (num_blocks - 1), jnp.int32(num_blocks))
+        num_turns = jnp.where((turns > 0) & (item_of(turns - 1) >= total), turns - 1, turns)
+
+        @pl.when(num_turns > 0)
+        def run():
+            item = load_item(0)
+            begin_item(item, first_ids(item))
+            lax.fori_loop(0, num_turns, run_item, item)
+
+    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+    tile_ring = plgpu.SMEM((num_stages, TILE, head_dim), q.dtype, transforms=swizzled)
+    ring_full = plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages)
+    per_column = jax.ShapeDtypeStruct((num_items, num_kv_heads, num_columns), jnp.float32)
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((num_items, num_kv_heads, head_dim, num_columns), jnp.float32),
+            per_column,
+            per_column,
+        ),
+        grid=(num_blocks,),
+        grid_names=("block",),
+        scratch_types=[
+            plgpu.SMEM((num_columns, head_dim), q.dtype, transforms=swizzled),
+            tile_ring,
+            tile_ring,
+            plgpu.SMEM((num_columns, TILE), q.dtype, transforms=swizzled),
+            plgpu.Barrier(),
+            ring_full,
+            ring_full,
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        kernel_name="paged_decode",
+    )(plan.items, plan.num_items, page_table, starts, q, kv_pages)
+
+
+def _merge(
+    partial: tuple[jax.Array, jax.Array, jax.Array],
+    lengths: jax.Array,
+    plan: Plan,
+    *,
+    num_queries: int,
+    num_groups: int,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """Merge the items of each row -> [R, K, Q * G, H]; zeros for queries that are none."""
+    _, num_kv_heads, head_dim, num_columns = partial[0].shape
+    num_rows = lengths.shape[0]
+    unroll = 4  # items loaded at a time
+    block_dims = head_dim if num_rows * num_kv_heads >= 264 else 64  # fill the card where rows are few
+
+    def body(out_W, max_W, sum_W, lengths, first_item, num_chunks, out, out_s):
+        index, part = lax.axis_index("row_head"), lax.axis_index("part")
+        row, head = lax.div(index, jnp.int32(num_kv_heads)), lax.rem(index, jnp.int32(num_kv_heads))
+        first, count = first_item[row], num_chunks[row]
+        shape = (block_dims, num_columns)
+
+        def step(turn, carry):
+            max_N, sum_N, out_HN = carry
+            maxima, sums, outs = [], [], []
+            for i in range(unroll):
+                chunk = turn * unroll + i
+                w = first + jnp.minimum(chunk, count - 1)
+                none = jnp.where(chunk < count, 0.0, MASKED_SCORE)  # past the last, its weight is 0
+                maxima.append(plgpu.load(max_W.at[w, head], layout=PER_COLUMN, optimized=False) + none)
+                sums.append(plgpu.load(sum_W.at[w, head], layout=PER_COLUMN, optimized=False))
+                place = out_W.at[w, head, pl.ds(part * block_dims, block_dims)]
+                outs.append(plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False))
+            new_max_N = functools.reduce(jnp.maximum, maxima, max_N)
+            rescale_N = jnp.exp2(max_N - new_max_N)
+            sum_N, out_HN = sum_N * rescale_N, out_HN * lax.broadcast_in_dim(rescale_N, shape, [1])
+            for item_max, item_sum, item_out in zip(maxima, sums, outs, strict=True):
+                weight = jnp.exp2(item_max - new_max_N)
+                sum_N = sum_N + weight * item_sum
+                out_HN = out_HN + lax.broadcast_in_dim(weight, shape, [1]) * item_out
+            return new_max_N, sum_N, out_HN
+
+        carry = (
+            plgpu.layout_cast(jnp.full((num_columns,), LOWEST_MAX, jnp.float32), PER_COLUMN),
+            plgpu.layout_cast(jnp.zeros((num_columns,), jnp.float32), PER_COLUMN),
+            plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA),
+        )
+        _, sum_N, out_HN = lax.fori_loop(0, lax.div(count + (unroll - 1), jnp.int32(unroll)), step, carry)
+        sum_HN = lax.broadcast_in_dim(sum_N, shape, [1])
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+        is_query = lax.div(column, jnp.int32(num_groups)) < lengths[row]
+        out_HN = jnp.where(is_query, out_HN / jnp.where(is_query, sum_HN, 1.0), 0.0)
+        out_s.T[...] = out_HN.astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(
+            out_s.at[pl.ds(0, num_queries * num_groups)],
+            out.at[row, head, :, pl.ds(part * block_dims, block_dims)],
+        )
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((num_rows, num_kv_heads, num_queries * num_groups, head_dim), dtype),
+        grid=(num_rows * num_kv_heads, head_dim // block_dims),
+        grid_names=("row_head", "part"),
+        scratch_types=[plgpu.SMEM((num_columns, block_dims), dtype)],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="paged_decode_merge",
+    )(*partial, lengths, plan.first_item, plan.num_chunks)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "softcap", "tuning"))
+def paged_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    page_table: jax.Array,
+    starts: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    tuning: Tuning = Tuning(),
+) -> jax.Array:
+    """See `api.paged_attention`; for what `supports` takes. Pool places that a row's last page holds past its end must
+    be finite; pages that no row has may hold anything."""
+    num_rows, num_queries, num_kv_heads, num_groups, head_dim = q.shape
+    num_columns = num_queries * num_groups
+    q_RKNH = jnp.swapaxes(q, 1, 2).reshape(num_rows, num_kv_heads, num_columns, head_dim)
+    q_RKNH = jnp.pad(q_RKNH, ((0, 0), (0, 0), (0, -num_columns % 8), (0, 0)))  # wgmma takes multiples of 8 columns
+    plan = make_plan(starts, lengths, page_table.shape[1] * kv_pages.shape[2], sliding_window, tuning.chunks)
+    static = dict(num_queries=num_queries, num_groups=num_groups)
+    partial = _attend(
+        q_RKNH,
+        kv_pages,
+        page_table,
+        starts,
+        plan,
+        **static,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        tuning=tuning,
+    )
+    out = _merge(partial, lengths, plan, **static, dtype=q.dtype)
+    return jnp.swapaxes(out.reshape(num_rows, num_kv_heads, num_queries, num_groups, head_dim), 1, 2)
