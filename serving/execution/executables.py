@@ -8,6 +8,7 @@ folder is to be trusted like the program that loads it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -18,7 +19,7 @@ import platform
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
@@ -29,6 +30,7 @@ import jax
 import jaxlib
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 from checkpoints.errors import CheckpointError
@@ -218,7 +220,10 @@ def write_executables(
     """
     check_new_folder(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as draft_name:
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as draft_name,
+        _no_compilation_cache(),
+    ):
         draft = Path(draft_name) / "executables"
         draft.mkdir()
         entries: dict[str, dict[str, Any]] = {}
@@ -240,6 +245,19 @@ def write_executables(
         (draft / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n")
         draft.rename(folder)
     return sum(entry["num_bytes"] for entry in entries.values())
+
+
+@contextlib.contextmanager
+def _no_compilation_cache() -> Iterator[None]:
+    """Programs are compiled, not read from JAX's cache: XLA's CPU backend cannot serialise whole what it has read."""
+    was_enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # or its first answer, whether a cache is used, would stand
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was_enabled)
+        compilation_cache.reset_cache()
 
 
 def temp_bytes(compiled: jax.stages.Compiled) -> int:

@@ -34,7 +34,7 @@ def random_params(rng: np.random.Generator, num_prompt_tokens: int) -> SamplingP
     """Every kind of sampling setting, with lengths up to 700 tokens in all."""
     room = 700 - num_prompt_tokens
     fields: dict = {
-        "max_tokens": int(np.clip(np.exp(rng.normal(3.5, 1.2)), 1, room)),
+        "max_tokens": int(np.clip(np.exp(rng.normal(4.0, 1.2)), 1, room)),
         "ignore_eos": bool(rng.random() < 0.7),
         "seed": int(rng.integers(2**63)),
         "temperature": float(rng.choice([0.0, 0.3, 1.0, 2.0])),
