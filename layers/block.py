@@ -45,7 +45,7 @@ def write_and_attend(
     softcap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Write k, v [T, K, H] to pages, then attend with q [T, K, G, H] -> (kv_pages, out [T, K, G, H])."""
-    kv_pages = write_kv(kv_pages, k, v, kv_indices)
+    kv_pages, _ = write_kv(kv_pages, k, v, kv_indices)
     outs = []
     start = 0
     for group in rows:

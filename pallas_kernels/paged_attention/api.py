@@ -12,6 +12,8 @@ from jax import lax
 
 from pallas_kernels.paged_attention import mosaic_gpu_decode, mosaic_gpu_prefill, reference
 
+QUANTISED = frozenset({jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8)})
+
 IMPLEMENTATIONS: Mapping[str, Callable[..., jax.Array]] = MappingProxyType(
     {
         "reference": reference.paged_attention,
@@ -29,6 +31,8 @@ def paged_attention(
     lengths: jax.Array,
     *,
     scale: float,
+    kv_scales: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     implementation: str | None = None,
@@ -37,13 +41,18 @@ def paged_attention(
 
     Args:
       q: [R, Q, K, G, H], rotated queries; G query heads share one of K KV heads.
-      kv_pages: [num_pages, 2, page_size, K, H], keys at [:, 0] and values at [:, 1]. Places past a
-        row's end in its last page must hold numbers; pages that no row has may hold anything, NaN included.
+      kv_pages: [num_pages, 2, page_size, K, H], keys at [:, 0] and values at [:, 1], in q's dtype, or quantised in
+        float8_e4m3fn or int8. Places past a row's end in its last page must hold numbers; pages that no row has may
+        hold anything, NaN included.
       page_table: [R, P] int32, the page ids of each row's sequence in order; entries past its end are not read as
         valid keys, but must be page ids.
       starts: [R] int32, absolute position of each row's first query.
       lengths: [R] int32 in [0, Q], how many of a row's queries are real; 0 for an unused row.
       scale: scores are q . k times this.
+      kv_scales: float32, what quantised values are multiplied by; None for pages in q's dtype. [2], one for all keys and
+        one for all values; or [num_pages, 2, K, page_size], one a token and head, laid beside its page.
+      sinks: [K, G] float32, a score a query head that takes part in its softmax and has no value (gpt-oss); not
+        multiplied by `scale` nor capped.
       sliding_window: query at position p sees keys in [max(0, p - sliding_window + 1), p]; None: [0, p].
       softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
       implementation: one of IMPLEMENTATIONS; None: the fastest of the platform that takes these arrays.
@@ -62,6 +71,19 @@ def paged_attention(
         )
     if q.shape[2] != kv_pages.shape[3] or q.shape[4] != kv_pages.shape[4]:
         raise ValueError(f"q {q.shape} and kv_pages {kv_pages.shape} differ in KV heads or head_dim")
+    if kv_pages.dtype in QUANTISED:
+        num_pages, _, page_size, num_kv_heads, _ = kv_pages.shape
+        shapes = ((2,), (num_pages, 2, num_kv_heads, page_size))
+        if kv_scales is None or kv_scales.dtype != jnp.float32 or kv_scales.shape not in shapes:
+            found = None if kv_scales is None else f"{kv_scales.dtype}{list(kv_scales.shape)}"
+            raise ValueError(f"kv_scales must be float32 of one of {shapes} for {kv_pages.dtype} pages: {found}")
+    elif q.dtype != kv_pages.dtype or kv_scales is not None:
+        raise ValueError(
+            f"kv_pages must have q's dtype, without kv_scales, or one of {sorted(map(str, QUANTISED))}: "
+            f"{q.dtype}, {kv_pages.dtype}"
+        )
+    if sinks is not None and (sinks.dtype != jnp.float32 or sinks.shape != q.shape[2:4]):
+        raise ValueError(f"sinks must be float32{list(q.shape[2:4])}: {sinks.dtype}{list(sinks.shape)}")
     num_rows = q.shape[0]
     if page_table.ndim != 2 or {page_table.shape[0], *starts.shape, *lengths.shape} != {num_rows}:
         raise ValueError(
@@ -74,10 +96,10 @@ def paged_attention(
     def attend(name: str) -> Callable[..., jax.Array]:
         return functools.partial(IMPLEMENTATIONS[name], scale=scale, sliding_window=sliding_window, softcap=softcap)
 
-    arrays = (q, kv_pages, page_table, starts, lengths)
+    arrays = (q, kv_pages, page_table, starts, lengths, kv_scales, sinks)
     if implementation is not None:
         return attend(implementation)(*arrays)
     for name, kernel in (("mosaic_gpu_decode", mosaic_gpu_decode), ("mosaic_gpu_prefill", mosaic_gpu_prefill)):
-        if kernel.supports(q, kv_pages):
+        if kernel.supports(q, kv_pages, kv_scales, sinks):
             return lax.platform_dependent(*arrays, cuda=attend(name), default=attend("reference"))
     return attend("reference")(*arrays)

@@ -41,12 +41,16 @@ class Tuning:
     chunks: tuple[tuple[int, int], ...] = ((2048, 512), (65536, 1024), (1 << 30, 2048))
 
 
-def supports(q: jax.Array, kv_pages: jax.Array) -> bool:
+def supports(
+    q: jax.Array, kv_pages: jax.Array, kv_scales: jax.Array | None = None, sinks: jax.Array | None = None
+) -> bool:
     """Whether this kernel takes these shapes and dtypes."""
     _, num_queries, _, num_groups, head_dim = q.shape
     page_size = kv_pages.shape[2]
     return (
         q.dtype == kv_pages.dtype == jnp.bfloat16
+        and kv_scales is None
+        and sinks is None
         and head_dim in (64, 128, 256)
         and num_queries * num_groups <= MAX_COLUMNS
         and page_size % 8 == 0
@@ -391,6 +395,8 @@ def paged_attention(
     page_table: jax.Array,
     starts: jax.Array,
     lengths: jax.Array,
+    kv_scales: None = None,
+    sinks: None = None,
     *,
     scale: float,
     sliding_window: int | None = None,

@@ -103,11 +103,15 @@ def _query_tile(num_queries: int, num_groups: int) -> _QueryTile:
     return min((_QueryTile(n) for n in (8, 16, 32, 64, 128)), key=cost)
 
 
-def supports(q: jax.Array, kv_pages: jax.Array) -> bool:
+def supports(
+    q: jax.Array, kv_pages: jax.Array, kv_scales: jax.Array | None = None, sinks: jax.Array | None = None
+) -> bool:
     """Whether this kernel takes these shapes and dtypes."""
     head_dim, page_size = q.shape[4], kv_pages.shape[2]
     return (
         q.dtype == kv_pages.dtype == jnp.bfloat16
+        and kv_scales is None
+        and sinks is None
         and head_dim in (64, 128, 256)
         and page_size % 8 == 0
         and (64 % page_size == 0 or page_size in (64, 128))
@@ -121,6 +125,8 @@ def paged_attention(
     page_table: jax.Array,
     starts: jax.Array,
     lengths: jax.Array,
+    kv_scales: None = None,
+    sinks: None = None,
     *,
     scale: float,
     sliding_window: int | None = None,

@@ -18,6 +18,8 @@ def paged_attention(
     page_table: jax.Array,
     starts: jax.Array,
     lengths: jax.Array,
+    kv_scales: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     *,
     scale: float,
     sliding_window: int | None = None,
@@ -54,14 +56,29 @@ def paged_attention(
 
     q_RKQGH = jnp.transpose(q, (0, 2, 1, 3, 4))
 
+    def scales_of(page_ids: jax.Array) -> tuple[jax.Array | float, jax.Array | float]:
+        """Of a block's keys and values, against [R, K, Q, G, S]."""
+        if kv_scales is None:
+            return 1.0, 1.0
+        if kv_scales.ndim == 1:
+            return kv_scales[0], kv_scales[1]
+        both_RP2KS = kv_scales.at[page_ids].get(mode="clip")
+        both = jnp.transpose(both_RP2KS, (2, 0, 3, 1, 4)).reshape(2, num_rows, num_kv_heads, 1, 1, block_kv)
+        return both[0], both[1]
+
     def attend_block(block: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]):
         max_RKQG, sum_RKQG, out_RKQGH = state
         page_ids = lax.dynamic_slice_in_dim(page_table, block * pages_per_block, pages_per_block, axis=1)
         # gathered one by one: XLA's CPU backend would make a copy of each after a common gather
+        # quantised values are exact in q's dtype
         k_RSKH, v_RSKH = (
-            kv_pages.at[page_ids, part].get(mode="clip").reshape(num_rows, block_kv, num_kv_heads, head_dim)
+            kv_pages.at[page_ids, part]
+            .get(mode="clip")
+            .astype(q.dtype)
+            .reshape(num_rows, block_kv, num_kv_heads, head_dim)
             for part in (0, 1)
         )
+        k_scales, v_scales = scales_of(page_ids)
 
         key_S = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
         is_seen_RQS = key_S <= last_RQ[:, :, None]
@@ -70,10 +87,13 @@ def paged_attention(
         # Pool values that nobody wrote may be NaN, and 0 * NaN is NaN: V is masked as well as the scores.
         is_key_RS = (key_S >= first_R[:, None]) & (key_S < end_R[:, None])
         v_RSKH = jnp.where(is_key_RS[:, :, None, None], v_RSKH, 0)
+        if kv_scales is not None:
+            v_scales = jnp.where(is_key_RS[:, None, None, None, :], v_scales, 0)
 
         scores = scale * jnp.einsum(
             "rkqgh,rskh->rkqgs", q_RKQGH, k_RSKH, precision=precision, preferred_element_type=jnp.float32
         )
+        scores = scores * k_scales
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(is_seen_RQS[:, None, :, None, :], scores, MASKED_SCORE)
@@ -82,7 +102,7 @@ def paged_attention(
         rescale_RKQG = jnp.exp(max_RKQG - new_max_RKQG)
         weighted = jnp.einsum(
             "rkqgs,rskh->rkqgh",
-            probs.astype(v_RSKH.dtype),  # both sides of the product in the KV dtype, the sum in float32
+            (probs * v_scales).astype(v_RSKH.dtype),  # both sides of the product in the KV dtype, the sum in float32
             v_RSKH,
             precision=precision,
             preferred_element_type=jnp.float32,
@@ -94,9 +114,14 @@ def paged_attention(
         )
 
     heads = (num_rows, num_kv_heads, num_queries, num_groups)
+    if sinks is None:
+        max_RKQG, sum_RKQG = jnp.full(heads, LOWEST_MAX, jnp.float32), jnp.zeros(heads, jnp.float32)
+    else:
+        max_RKQG = jnp.broadcast_to(sinks[:, None, :], heads)
+        sum_RKQG = jnp.ones(heads, jnp.float32)
     state = (
-        jnp.full(heads, LOWEST_MAX, jnp.float32),
-        jnp.zeros(heads, jnp.float32),
+        max_RKQG,
+        sum_RKQG,
         jnp.zeros((*heads, head_dim), jnp.float32),
     )
     _, sum_RKQG, out_RKQGH = lax.fori_loop(first_block, end_block, attend_block, state)

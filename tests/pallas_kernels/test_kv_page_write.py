@@ -27,21 +27,21 @@ def test_tokens_land_in_their_places_and_nothing_else_changes() -> None:
     for token, index in enumerate(kv_indices[:5]):
         expected[index // page_size, 0, index % page_size] = k[token]
         expected[index // page_size, 1, index % page_size] = v[token]
-    out = np.asarray(jax.jit(write_kv)(kv_pages, k, v, kv_indices))
+    out = np.asarray(jax.jit(write_kv)(kv_pages, k, v, kv_indices)[0])
     np.testing.assert_array_equal(out, expected)
 
 
 def test_values_are_cast_to_the_dtype_of_the_pool() -> None:
     kv_pages = jnp.zeros((2, 2, 2, 1, 4), jnp.bfloat16)
     ones = jnp.ones((1, 1, 4), jnp.float32)
-    out = write_kv(kv_pages, ones, 2 * ones, jnp.array([3], jnp.int32))
+    out, _ = write_kv(kv_pages, ones, 2 * ones, jnp.array([3], jnp.int32))
     assert out.dtype == jnp.bfloat16
     assert out[1, :, 1, 0, 0].tolist() == [1.0, 2.0]
 
 
 def test_index_outside_the_pool_is_dropped() -> None:
     kv_pages = jnp.zeros((2, 2, 2, 1, 4))
-    out = write_kv(kv_pages, jnp.ones((2, 1, 4)), jnp.ones((2, 1, 4)), jnp.array([4, 1000], jnp.int32))
+    out, _ = write_kv(kv_pages, jnp.ones((2, 1, 4)), jnp.ones((2, 1, 4)), jnp.array([4, 1000], jnp.int32))
     assert not out.any()
 
 
