@@ -8,15 +8,32 @@ from typing import Literal
 from configs.checks import check_bool, check_choice, check_float, check_int, check_int_tuple, fail
 
 DTYPES = ("float32", "bfloat16")
+KV_DTYPES = ("auto", "float8_e4m3fn", "int8")
+KV_SCALES = ("per_token_head", "per_tensor")
+MIXED_SAVING = 8  # a smaller mixed program must do without at least one in so many rows of the next
+
+
+def mixed_decode_sizes(decode_sizes: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+    """Slot counts of the mixed programs that prefill `num_tokens` tokens, rising.
+
+    The largest decode size, and from there down each that leaves out at least one in MIXED_SAVING of the rows (tokens
+    and slots) of the next one kept. So small buckets have several, and large ones, where slots hardly count, have one.
+    A size of 1 is left out: a mixed step has a slot that decodes and another whose prompt is prefilled.
+    """
+    kept = [decode_sizes[-1]]
+    for size in reversed(decode_sizes[:-1]):
+        if size > 1 and (kept[0] - size) * MIXED_SAVING >= kept[0] + num_tokens:
+            kept.insert(0, size)
+    return tuple(kept)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Sizes of the device mesh's axes. Raises ConfigError."""
 
-    data: int = 1
-    tensor: int = 1
-    expert: int = 1
+    data: int = 1  # copies of the model; more than 1 is refused: run an engine for each
+    tensor: int = 1  # devices that heads, MLPs and the vocabulary are split over
+    expert: int = 1  # devices that experts are split over; more than 1 is refused: models are dense
 
     def __post_init__(self) -> None:
         for field in ("data", "tensor", "expert"):
@@ -35,28 +52,39 @@ class EngineConfig:
     """
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # weights and activations
-    kv_dtype: Literal["float32", "bfloat16"] | None = None  # None: as dtype
-    page_size: int = 16  # tokens
+    # What keys and values are kept in. "auto": as dtype. Else quantised, and then a result depends on more than float
+    # rounding: a value that falls on the other side of a step moves by the whole step.
+    kv_dtype: Literal["auto", "float8_e4m3fn", "int8"] = "auto"
+    # Scales of quantised KV: one for each token and head from its largest value, or 1.0 for all (float8_e4m3fn only:
+    # values beyond 448 become 448). None: per_token_head where kv_dtype quantises.
+    kv_scales: Literal["per_token_head", "per_tensor"] | None = None
+    page_size: int = 16  # tokens of a KV page
     max_model_len: int | None = None  # tokens, prompt + output; None: the model's own limit
-    max_num_seqs: int = 8  # slots
-    # Slots that a decode step may run over, one program each; the smallest that holds every running slot is taken.
-    # None: max_num_seqs alone. With several, a row's bits depend on how many others run: products differ with size.
+    max_num_seqs: int = 8  # slots: sequences that decode at once
+    # Slots that a decode step may run over, rising to max_num_seqs; the smallest that holds every running slot is taken.
+    # Programs for each, mixed ones where it saves an eighth of the pass's rows. None: max_num_seqs alone. With
+    # several, a row's bits depend on how many others run: products differ with size.
     decode_slot_buckets: tuple[int, ...] | None = None
-    prefill_token_buckets: tuple[int, ...] = (64, 512)  # tokens a step may prefill; one program each (and one mixed)
+    prefill_token_buckets: tuple[int, ...] = (64, 512)  # tokens a step may prefill; programs for each
     query_block: int = 32  # prefill tokens a row of the attention call; divides every bucket
-    max_decode_steps: int = 8  # decode steps in one dispatch when nothing waits
-    num_pages: int | None = None  # None: what fits memory
+    max_decode_steps: int = 8  # decode steps in one dispatch, while that holds up no admission to speak of
+    num_pages: int | None = None  # of the KV pool; None: what fits memory
     memory_fraction: float = 0.9  # of the device's memory that weights, workspace and KV may fill
     kv_cache_bytes: int | None = None  # bound on the KV pool; None: what memory_fraction leaves
-    enable_prefix_caching: bool = True
-    max_logprobs: int = 20
-    seed: int = 0
-    compilation_cache_dir: str | None = None  # None: the user's cache folder; "": off
+    enable_prefix_caching: bool = True  # keep full pages of finished sequences for prompts that begin alike
+    max_logprobs: int = 20  # most alternatives a token that a request may ask for
+    seed: int = 0  # from which requests without a seed get theirs
+    compilation_cache_dir: str | None = None  # of compiled programs; None: the user's cache folder; "": none
     executables_dir: str | None = None  # what `headrace compile` wrote: used where it fits, and trusted like a program
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype", DTYPES)
-        check_choice(self, "kv_dtype", DTYPES, optional=True)
+        check_choice(self, "kv_dtype", KV_DTYPES)
+        check_choice(self, "kv_scales", KV_SCALES, optional=True)
+        if self.kv_scales is not None and self.kv_dtype == "auto":
+            fail(self, "kv_scales", f"is for quantised KV: kv_dtype='auto' keeps it in dtype={self.dtype!r} as it is")
+        if self.kv_scales == "per_tensor" and self.kv_dtype == "int8":
+            fail(self, "kv_scales", "is 1.0 for all, which leaves of most values nothing in kv_dtype='int8'")
         check_int(self, "page_size", minimum=1, maximum=1024)
         check_int(self, "max_model_len", minimum=2, optional=True)
         check_int(self, "max_num_seqs", minimum=1, maximum=4096)
@@ -93,3 +121,10 @@ class EngineConfig:
     def decode_sizes(self) -> tuple[int, ...]:
         """Slot counts of the decode programs, rising."""
         return self.decode_slot_buckets or (self.max_num_seqs,)
+
+    @property
+    def kv_format(self) -> tuple[str, str | None]:
+        """(dtype of the KV pool, its scales): "per_token_head", "per_tensor", or None where it is not quantised."""
+        if self.kv_dtype == "auto":
+            return self.dtype, None
+        return self.kv_dtype, self.kv_scales or "per_token_head"

@@ -16,7 +16,7 @@ class RunConfig:
     inside an installed package) or `dummy:FOLDER` (random weights for the config.json there).
     """
 
-    model: str | None = None  # None: a command that needs one refuses to start
+    model: str | None = None  # folder, .gguf file, Orbax folder, package:NAME or dummy:FOLDER (random weights)
 
     def __post_init__(self) -> None:
         if self.model is None:

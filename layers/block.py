@@ -11,13 +11,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from configs.model import LayerType, ModelConfig
-from layers.kv_cache import KV_PAGES_AXES
+from layers.kv_cache import LayerKV, kv_specs
 from layers.linear import Linear
 from layers.norm import RMSNorm
 from layers.params import ParamSpecs
-from layers.rope import rotate
 from layers.step_inputs import AttentionRows
-from pallas_kernels.kv_page_write import write_kv
+from pallas_kernels.kv_page_write import rotate_and_write_kv
 from pallas_kernels.paged_attention import paged_attention
 from sharding.param_spec import KV_HEADS
 from sharding.placement import mesh_of, partition_spec
@@ -28,41 +27,54 @@ ACTIVATION: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 
-QUERY_AXES = (None, KV_HEADS, None, None)  # [T, K, G, H]
-KEY_AXES = (None, KV_HEADS, None)  # [T, K, H]
+HEADS_AXES = (None, KV_HEADS, None, None)  # [T, K, G + 2, H] and [T, K, G, H]
 
 
 def write_and_attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    kv_pages: jax.Array,
+    qkv: jax.Array,
+    q_weight: jax.Array | None,
+    k_weight: jax.Array | None,
+    rope: tuple[jax.Array, jax.Array],
+    layer_kv: LayerKV[jax.Array],
     kv_indices: jax.Array,
     rows: tuple[AttentionRows, ...],
     *,
+    eps: float,
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Write k, v [T, K, H] to pages, then attend with q [T, K, G, H] -> (kv_pages, out [T, K, G, H])."""
-    kv_pages, _ = write_kv(kv_pages, k, v, kv_indices)
+) -> tuple[LayerKV[jax.Array], jax.Array]:
+    """From the QKV product [T, K, G + 2, H]: write keys and values to pages, then attend with the
+    queries -> (layer_kv, out [T, K, G, H])."""
+    q, pages, scales = rotate_and_write_kv(
+        qkv,
+        *rope,
+        layer_kv.pages,
+        kv_indices,
+        layer_kv.scales,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        eps=eps,
+    )
+    layer_kv = LayerKV(pages, scales)
     outs = []
     start = 0
     for group in rows:
         q_rows = q[start : start + group.num_tokens].reshape(-1, group.num_queries, *q.shape[1:])
         out = paged_attention(
             q_rows,
-            kv_pages,
+            layer_kv.pages,
             group.page_table,
             group.starts,
             group.lengths,
             scale=scale,
+            kv_scales=layer_kv.scales,
             sliding_window=sliding_window,
             softcap=softcap,
         )
         outs.append(out.reshape(-1, *q.shape[1:]))
         start += group.num_tokens
-    return kv_pages, jnp.concatenate(outs)
+    return layer_kv, jnp.concatenate(outs)
 
 
 class Block(nnx.Module):
@@ -88,52 +100,51 @@ class Block(nnx.Module):
     def __call__(
         self,
         hidden: jax.Array,
-        kv_pages: jax.Array,
+        layer_kv: LayerKV[jax.Array],
         rope: tuple[jax.Array, jax.Array],
         kv_indices: jax.Array,
         rows: tuple[AttentionRows, ...],
-    ) -> tuple[jax.Array, jax.Array]:
-        """hidden [T, D] -> (kv_pages with the tokens' keys and values, hidden). Two all-reduces over shards."""
-        kv_pages, update = self.attention(self.attn_norm(hidden), kv_pages, rope, kv_indices, rows)
+    ) -> tuple[LayerKV[jax.Array], jax.Array]:
+        """hidden [T, D] -> (layer_kv with the tokens' keys and values, hidden). Two all-reduces over shards."""
+        layer_kv, update = self.attention(self.attn_norm(hidden), layer_kv, rope, kv_indices, rows)
         if self.post_attn_norm is not None:
             update = self.post_attn_norm(update)
         hidden = hidden + update
         update = self.mlp(self.mlp_norm(hidden))
         if self.post_mlp_norm is not None:
             update = self.post_mlp_norm(update)
-        return kv_pages, hidden + update
+        return layer_kv, hidden + update
 
     def attention(
         self,
         x: jax.Array,
-        kv_pages: jax.Array,
+        layer_kv: LayerKV[jax.Array],
         rope: tuple[jax.Array, jax.Array],
         kv_indices: jax.Array,
         rows: tuple[AttentionRows, ...],
-    ) -> tuple[jax.Array, jax.Array]:
-        """x [T, D] -> (kv_pages, [T, D])."""
+    ) -> tuple[LayerKV[jax.Array], jax.Array]:
+        """x [T, D] -> (layer_kv, [T, D])."""
         config = self.config
-        qkv = self.qkv(x)  # [T, K, G + 2, H]: for each KV head its query heads, its key and its value
-        turning, v = qkv[:, :, :-1], qkv[:, :, -1]
-        if self.q_norm is not None and self.k_norm is not None:
-            turning = jnp.concatenate([self.q_norm(turning[:, :, :-1]), self.k_norm(turning[:, :, -1:])], axis=2)
-        turned = rotate(turning, *rope)
-        q, k = turned[:, :, :-1], turned[:, :, -1]
+        # for each KV head its query heads, its key and its value
+        qkv = self.qkv(x)
+        norms = (self.q_norm, self.k_norm)
+        q_weight, k_weight = (None if norm is None else norm.weight.get_value() for norm in norms)
         local = functools.partial(
             write_and_attend,
+            eps=config.rms_norm_eps,
             scale=config.attention_scale,
             sliding_window=self.sliding_window,
             softcap=config.attn_logit_softcap,
         )
-        query, key, pages = (partition_spec(axes) for axes in (QUERY_AXES, KEY_AXES, KV_PAGES_AXES))
-        kv_pages, out = jax.shard_map(
+        heads, whole = partition_spec(HEADS_AXES), PartitionSpec()
+        layer_kv, out = jax.shard_map(
             local,
-            mesh=mesh_of(kv_pages),
-            in_specs=(query, key, key, pages, PartitionSpec(), PartitionSpec()),
-            out_specs=(pages, query),
+            mesh=mesh_of(layer_kv.pages),
+            in_specs=(heads, whole, whole, whole, kv_specs(layer_kv), whole, whole),
+            out_specs=(kv_specs(layer_kv), heads),
             check_vma=False,  # kernels know no mesh, and loop carries that start as constants would be refused
-        )(q, k, v, kv_pages, kv_indices, rows)
-        return kv_pages, self.o(out)
+        )(qkv, q_weight, k_weight, rope, layer_kv, kv_indices, rows)
+        return layer_kv, self.o(out)
 
     def mlp(self, x: jax.Array) -> jax.Array:
         """x [T, D] -> [T, D]."""

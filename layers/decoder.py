@@ -18,7 +18,7 @@ from flax import nnx
 from configs.model import LayerType, ModelConfig, RopeConfig
 from layers.block import Block
 from layers.embedding import embed
-from layers.kv_cache import KVCache, make_kv_cache
+from layers.kv_cache import KVCache, LayerKV, make_kv_cache
 from layers.linear import linear
 from layers.norm import RMSNorm
 from layers.params import ParamSpecs, init_params, make_param, param_specs
@@ -89,12 +89,12 @@ def _rope_of(config: ModelConfig, layer_type: LayerType) -> RopeConfig:
 def _run_block(
     block: Block,
     hidden: jax.Array,
-    kv_pages: jax.Array,
+    layer_kv: LayerKV[jax.Array],
     rope: tuple[jax.Array, jax.Array],
     kv_indices: jax.Array,
     rows: tuple[AttentionRows, ...],
-) -> tuple[jax.Array, jax.Array]:
-    return block(hidden, kv_pages, rope, kv_indices, rows)
+) -> tuple[LayerKV[jax.Array], jax.Array]:
+    return block(hidden, layer_kv, rope, kv_indices, rows)
 
 
 def forward(model: Decoder, kv_cache: KVCache, inputs: StepInputs) -> tuple[KVCache, jax.Array]:
@@ -103,7 +103,7 @@ def forward(model: Decoder, kv_cache: KVCache, inputs: StepInputs) -> tuple[KVCa
     Keys and values of the tokens are written to `kv_cache`, in place where the caller donates it.
     """
     config = model.config
-    num_pages, _, page_size, _, _ = kv_cache[0].shape
+    num_pages, _, page_size, _, _ = kv_cache[0].pages.shape
     positions = jnp.concatenate([_positions(rows).reshape(-1) for rows in inputs.rows])
     rope_lens = jnp.concatenate([jnp.repeat(rows.rope_lens, rows.num_queries) for rows in inputs.rows])
     kv_indices = jnp.concatenate([_kv_indices(rows, num_pages, page_size) for rows in inputs.rows])
@@ -117,10 +117,10 @@ def forward(model: Decoder, kv_cache: KVCache, inputs: StepInputs) -> tuple[KVCa
     if config.embedding_scale is not None:
         hidden = hidden * jnp.asarray(config.embedding_scale, hidden.dtype)  # Gemma rounds the scale to the dtype
     new_kv_cache = []
-    for layer_type, block, kv_pages in zip(config.layer_types, model.layers, kv_cache, strict=True):
+    for layer_type, block, layer_kv in zip(config.layer_types, model.layers, kv_cache, strict=True):
         rope = ropes[_rope_of(config, layer_type)]
-        kv_pages, hidden = _run_block(block, hidden, kv_pages, rope, kv_indices, inputs.rows)
-        new_kv_cache.append(kv_pages)
+        layer_kv, hidden = _run_block(block, hidden, layer_kv, rope, kv_indices, inputs.rows)
+        new_kv_cache.append(layer_kv)
     return tuple(new_kv_cache), model.final_norm(hidden)
 
 

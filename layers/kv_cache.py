@@ -1,40 +1,91 @@
-"""The page pool: one array a layer."""
+"""The page pool: pages, and where they are quantised their scales, for each layer."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.model import ModelConfig
 from sharding.param_spec import KV_HEADS
 from sharding.placement import partition_spec, stored_kv_heads
 
 KV_PAGES_AXES = (None, None, None, KV_HEADS, None)
+KV_SCALES_AXES = (None, None, KV_HEADS, None)
 
-type KVCache = tuple[jax.Array, ...]
+
+class LayerKV[Leaf](NamedTuple):
+    """One layer's pool: arrays, or what stands for them. Keys are at [:, 0], values at [:, 1]; page 0 is the null page,
+    which page tables name where they have none."""
+
+    pages: Leaf  # [num_pages, 2, page_size, K, H], K the stored KV heads and split over the mesh
+    scales: Leaf | None  # float32 [num_pages, 2, K, page_size], split as the pages; or [2], of keys and of values
+
+
+type KVCache = tuple[LayerKV[jax.Array], ...]
+type AbstractKVCache = tuple[LayerKV[jax.ShapeDtypeStruct], ...]
+
+
+def kv_specs(layer_kv: LayerKV[Any]) -> LayerKV[PartitionSpec]:
+    """How a layer's pool is split over the mesh."""
+    scales = None
+    if layer_kv.scales is not None:
+        scales = partition_spec(KV_SCALES_AXES) if layer_kv.scales.ndim > 1 else PartitionSpec()
+    return LayerKV(partition_spec(KV_PAGES_AXES), scales)
 
 
 def abstract_kv_cache(
-    config: ModelConfig, *, num_pages: int, page_size: int, dtype: Any, tensor_shards: int, mesh: Mesh
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """[num_pages, 2, page_size, K, H] for each layer, K the stored KV heads and split over the mesh."""
-    shape = (num_pages, 2, page_size, stored_kv_heads(config, tensor_shards), config.head_dim)
-    sharding = NamedSharding(mesh, partition_spec(KV_PAGES_AXES))
-    return (jax.ShapeDtypeStruct(shape, dtype, sharding=sharding),) * config.num_layers
+    config: ModelConfig,
+    *,
+    num_pages: int,
+    page_size: int,
+    dtype: Any,
+    scales: str | None = None,
+    tensor_shards: int,
+    mesh: Mesh,
+) -> AbstractKVCache:
+    """The pool of each layer as shapes, dtypes and shardings.
+
+    dtype is that of the activations, without `scales`; or float8_e4m3fn or int8, with scales "per_token_head" (each
+    token's head its own) or "per_tensor" (1.0 for all).
+    """
+    num_heads = stored_kv_heads(config, tensor_shards)
+    pages = jax.ShapeDtypeStruct((num_pages, 2, page_size, num_heads, config.head_dim), dtype)
+    shapes = {"per_token_head": (num_pages, 2, num_heads, page_size), "per_tensor": (2,)}
+    layer = LayerKV(pages, None if scales is None else jax.ShapeDtypeStruct(shapes[scales], jnp.float32))
+    placed = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        layer,
+        kv_specs(layer),
+    )
+    return (placed,) * config.num_layers
 
 
 def make_kv_cache(
-    config: ModelConfig, *, num_pages: int, page_size: int, dtype: Any, tensor_shards: int, mesh: Mesh
+    config: ModelConfig,
+    *,
+    num_pages: int,
+    page_size: int,
+    dtype: Any,
+    scales: str | None = None,
+    tensor_shards: int,
+    mesh: Mesh,
 ) -> KVCache:
-    """Zeros, as `abstract_kv_cache` says.
-
-    Keys are at [:, 0], values at [:, 1]; page 0 is the null page, which page tables name where they
-    have none.
-    """
-    pools = abstract_kv_cache(
-        config, num_pages=num_pages, page_size=page_size, dtype=dtype, tensor_shards=tensor_shards, mesh=mesh
+    """As `abstract_kv_cache` says: zeros, and ones for scales that stand for all tokens."""
+    abstract = abstract_kv_cache(
+        config,
+        num_pages=num_pages,
+        page_size=page_size,
+        dtype=dtype,
+        scales=scales,
+        tensor_shards=tensor_shards,
+        mesh=mesh,
     )
-    return tuple(jnp.zeros(pool.shape, pool.dtype, device=pool.sharding) for pool in pools)
+    return jax.tree.map(lambda x: jnp.full(x.shape, x.ndim == 1, x.dtype, device=x.sharding), abstract)
+
+
+def zero_pages(kv_cache: KVCache, page_ids: jax.Array) -> KVCache:
+    """Overwrite pages [n] and their scales with zeros: a request whose numbers were not finite leaves none behind."""
+    return jax.tree.map(lambda x: x.at[page_ids].set(0) if x.ndim > 1 else x, kv_cache)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import logging
+import os
 import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,14 +62,18 @@ class AsyncEngine:
 
     @classmethod
     def from_source(
-        cls, model: str, config: EngineConfig | None = None, mesh_config: MeshConfig | None = None, **kwargs: Any
+        cls,
+        model: str | os.PathLike[str],
+        config: EngineConfig | None = None,
+        mesh_config: MeshConfig | None = None,
+        **kwargs: Any,
     ) -> AsyncEngine:
         """Build the engine for a model source (see `serving.llm.LLM`) and start its thread."""
         return cls(build_engine(model, config or EngineConfig(), mesh_config or MeshConfig(), **kwargs))
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[tuple[OutputDelta, RequestOutput | None]]:
+    ) -> AsyncGenerator[tuple[OutputDelta, RequestOutput | None], None]:
         """Yield (delta, None) as tokens come, and the whole RequestOutput beside the last delta.
 
         The engine names a request without `request_id`. Raises RequestError for a refused request. Leaving the iterator
@@ -94,6 +100,26 @@ class AsyncEngine:
         finally:
             if not finished:
                 self._send(lambda: self._abort_stream(stream))
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        request_id: str | None = None,
+        **template_args: Any,
+    ) -> AsyncGenerator[tuple[OutputDelta, RequestOutput | None], None]:
+        """Answer one conversation, through the model's chat template; yields as `generate` does.
+
+        template_args are those of `serving.text.chat_template.ChatTemplate.render`, such as tools.
+        """
+        prompt = await asyncio.to_thread(functools.partial(self.engine.render_chat, messages, **template_args))
+        async with contextlib.aclosing(self.generate(prompt, params, request_id)) as stream:
+            async for item in stream:
+                yield item
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters since start and gauges of now, as `serving.engine.Engine.stats` explains them."""
+        return self.engine.stats()
 
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free within a step. Unknown ids are ignored. Raises RequestError for no id."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from checkpoints.source import ModelSource, open_source
 from configs.checks import ConfigError
 from configs.engine import EngineConfig, MeshConfig
 from configs.model import ModelConfig
+from configs.run import RunConfig
 from layers.params import param_specs
 from serving.execution.memory import device_memory_bytes
 from serving.execution.model_runner import CompileGuard, ModelRunner, PendingStep, StepResult
@@ -35,6 +38,7 @@ from serving.request import (
 from serving.scheduling.config import RopeRegime, SchedulerConfig
 from serving.scheduling.scheduler import NOT_FINITE, Scheduler, StepEvent
 from serving.text.base import TokenizerError
+from serving.text.chat_template import ChatTemplate
 from serving.text.detokenizer import IncrementalDetokenizer
 from serving.text.generation_config import default_fields, eos_token_ids
 from serving.text.tokenizer import Tokenizer, load_tokenizer
@@ -149,7 +153,13 @@ class Engine:
             raise ConfigError(f"eos_token_ids has {len(self.eos_token_ids)} entries; at most {MAX_EOS_IDS} are handled")
         self._check_defaults()
         self.runner = ModelRunner(
-            model_config, config, mesh, params, max_model_len=self.max_model_len, device_bytes=device_bytes
+            model_config,
+            config,
+            mesh,
+            params,
+            max_model_len=self.max_model_len,
+            device_bytes=device_bytes,
+            cache_dir=compilation_cache_folder(config),
         )
         self.scheduler = self._make_scheduler(static_batching=False)
         self.runner.warm_up(
@@ -165,6 +175,8 @@ class Engine:
         self._failure: BaseException | None = None  # what ended a step halfway: the device's state is lost with it
         self._ids = (f"request-{number}" for number in itertools.count())
         self._seeds = np.random.default_rng(config.seed)
+        self._chat_template: ChatTemplate | None = None  # made when first needed
+        self._chat_lock = threading.Lock()
 
     def _check_defaults(self) -> None:
         """A model whose own defaults no request could run with is refused at start. Raises ConfigError."""
@@ -182,7 +194,6 @@ class Engine:
             SchedulerConfig(
                 page_size=config.page_size,
                 num_pages=self.runner.num_pages,
-                max_num_seqs=config.max_num_seqs,
                 decode_sizes=config.decode_sizes,
                 max_model_len=self.max_model_len,
                 prefill_token_buckets=config.prefill_token_buckets,
@@ -301,6 +312,18 @@ class Engine:
         if not token_ids:
             raise RequestError("prompt", f"{text[:80]!r} is empty once encoded, and this tokenizer adds no BOS")
         return token_ids
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> list[int]:
+        """Token ids of a conversation through the model's chat template. Raises RequestError. Any thread may call it.
+
+        template_args: those of `ChatTemplate.render`, such as tools.
+        """
+        with self._chat_lock:
+            if self._chat_template is None:
+                if self.tokenizer is None or self.tokenizer.chat_template is None:
+                    raise RequestError("messages", "need a chat template, and this model has none")
+                self._chat_template = ChatTemplate(self.tokenizer)
+        return self._chat_template.render_ids(messages, **template_args)
 
     def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
         if self.tokenizer is None:
@@ -533,7 +556,22 @@ class Engine:
         )
 
     def stats(self) -> dict[str, int | float]:
-        """Counters since start and gauges of now; units are in the names."""
+        """Counters since start and gauges of now; any thread may read them, while a step runs they may be a step apart.
+
+        Now: num_running and num_waiting completions (each of a request's `n` counts), num_free_slots, num_free_pages
+        (cached ones that may be evicted included) of num_pages, kv_token_bytes on one device, kv_used_fraction of
+        the pages but the null page.
+
+        Since start: num_requests as they were added, num_finished_REASON completions; num_prompt_tokens and, of
+        those of finished requests, num_cached_tokens (not computed: a prefix hit), once a request;
+        num_output_tokens; num_prefill_tokens as computed, again after a preemption; num_prefill_padding_tokens beside
+        them; num_decode_steps, forward passes in which slots decode, and num_decode_slot_steps, slots of the
+        programs summed over these; num_preemptions, sequences put back for lack of pages; num_page_evictions from
+        the prefix cache; page_waste_fraction of the tokens that held pages could hold, over steps;
+        max_unused_tokens_per_sequence, the worst step's mean; num_decode_, num_prefill_ and num_mixed_dispatches;
+        num_compiles_while_serving; host_s and device_wait_s, seconds of scheduling and dispatching and of waiting
+        for results; device_idle_fraction_min and _max, bounds on the share of time without a step to run.
+        """
         scheduler, counters = self.scheduler, self.counters
         held = scheduler.page_allocator.num_held_pages
         times = self.clock.times()
@@ -544,6 +582,7 @@ class Engine:
             "num_free_slots": self.config.max_num_seqs - scheduler.num_running,
             "num_free_pages": scheduler.page_allocator.num_free_pages,
             "num_pages": self.runner.num_pages,
+            "kv_token_bytes": round(self.runner.ledger.kv_token_bytes, 2),
             "kv_used_fraction": round(held / (self.runner.num_pages - 1), 4),
             "num_requests": counters.num_requests,
             **{f"num_finished_{reason}": count for reason, count in counters.num_finished.items()},
@@ -552,6 +591,7 @@ class Engine:
             "num_output_tokens": counters.num_output_tokens,
             "num_prefill_tokens": scheduler.stats.num_prefill_tokens,
             "num_prefill_padding_tokens": scheduler.stats.num_prefill_padding_tokens,
+            "num_decode_steps": scheduler.stats.num_decode_steps,
             "num_decode_slot_steps": scheduler.stats.num_decode_slot_steps,
             "num_preemptions": scheduler.stats.num_preemptions,
             "num_page_evictions": scheduler.page_allocator.num_evictions,
@@ -579,16 +619,19 @@ def _token_logprob(token_id: int, chosen, top_ids, top_logprobs, num_top: int) -
 
 
 def build_engine(
-    source: str | ModelSource,
+    source: str | os.PathLike[str] | ModelSource,
     config: EngineConfig,
     mesh_config: MeshConfig,
     *,
     progress: Progress | None = None,
 ) -> Engine:
-    """Open a model, lay it out on the mesh, compile everything, and return an engine that is ready to serve."""
+    """Open a model, lay it out on the mesh, compile everything, and return an engine that is ready to serve.
+
+    Raises ConfigError or CheckpointError where it cannot be served.
+    """
+    if not isinstance(source, ModelSource):
+        source = open_source(RunConfig(model=str(source) if isinstance(source, os.PathLike) else source).model_source)
     enable_compilation_cache(config)
-    if isinstance(source, str):
-        source = open_source(source)
     model_config = source.model_config
     check_split(model_config, mesh_config.tensor)
     mesh = make_mesh(mesh_config)
@@ -613,20 +656,27 @@ def build_engine(
     )
 
 
+def compilation_cache_folder(config: EngineConfig) -> Path | None:
+    """Where compiled programs are kept; None: nowhere."""
+    if config.compilation_cache_dir == "":
+        return None
+    if config.compilation_cache_dir is not None:
+        return Path(config.compilation_cache_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "compiled"
+
+
 def enable_compilation_cache(config: EngineConfig) -> None:
     """Keep compiled programs on disk, so that a second start does not compile. Readable by the owner only.
 
     Raises ConfigError for a folder that cannot be made.
     """
-    folder = config.compilation_cache_dir
-    if folder == "":
-        return
+    folder = compilation_cache_folder(config)
     if folder is None:
-        folder = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "compiled")
+        return
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except (OSError, ValueError) as error:  # ValueError: a NUL or half of a surrogate pair in the name
-        raise ConfigError(f"compilation_cache_dir={folder!r} cannot be used: {error}") from error
-    jax.config.update("jax_compilation_cache_dir", folder)
+        raise ConfigError(f"compilation_cache_dir={str(folder)!r} cannot be used: {error}") from error
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
 import threading
 import time
@@ -15,7 +16,6 @@ from configs.engine import EngineConfig, MeshConfig
 from serving.display import ProgressReporter, output_html, stats_html
 from serving.engine import CheckedRequest, Engine, Prompt, build_engine
 from serving.request import RequestError, RequestOutput, SamplingParams, shown
-from serving.text.chat_template import ChatTemplate
 from serving.text.generation_config import default_sampling
 
 PromptInput = str | Mapping[str, Any] | Sequence[int]
@@ -46,7 +46,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         *,
         tensor_parallel_size: int = 1,
         engine_config: EngineConfig | None = None,
@@ -67,7 +67,6 @@ class LLM:
         )
         self.start_s = time.monotonic() - started_s
         progress.note(f"ready after {self.start_s:.1f} s; memory of one device:\n{self.engine.runner.ledger}")
-        self._chat_template: ChatTemplate | None = None
         self._lock = threading.Lock()  # held by the call that steps the engine
         self._running_thread_id: int | None = None
 
@@ -109,7 +108,10 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         **template_args: Any,
     ) -> RequestOutputs:
-        """Answer one conversation (a list of messages) or several (a list of such lists)."""
+        """Answer one conversation (a list of messages) or several (a list of such lists).
+
+        template_args are those of `serving.text.chat_template.ChatTemplate.render`: tools, documents and others.
+        """
         if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
             raise RequestError("messages", f"must be a list of messages or of such lists, got {shown(messages)}")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
@@ -122,11 +124,7 @@ class LLM:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> list[int]:
         """Token ids of a conversation through the model's chat template. Raises RequestError."""
-        if self._chat_template is None:
-            if self.tokenizer is None or self.tokenizer.chat_template is None:
-                raise RequestError("messages", "need a chat template, and this model has none")
-            self._chat_template = ChatTemplate(self.tokenizer)
-        return self._chat_template.render_ids(messages, **template_args)
+        return self.engine.render_chat(messages, **template_args)
 
     def _params_list(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None:
@@ -212,7 +210,7 @@ class LLM:
                 self._running_thread_id = None
 
     def stats(self) -> EngineStats:
-        """Counters since start and gauges of now."""
+        """Counters since start and gauges of now, as `serving.engine.Engine.stats` explains them."""
         engine = self.engine
         return EngineStats(engine.stats(), start_s=round(self.start_s, 2))
 

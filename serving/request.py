@@ -98,27 +98,27 @@ class SamplingParams:
     the chosen token's and the N best log-probs of the raw distribution at temperature 1 (0: the chosen only).
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=FrozenDict)
-    allowed_token_ids: tuple[int, ...] | None = None
-    banned_token_ids: tuple[int, ...] = ()
-    skip_special_tokens: bool = True
+    n: int = 1  # completions of the prompt
+    temperature: float = 1.0  # logits are divided by it; under 1e-5: the most likely token
+    top_p: float = 1.0  # sample among the most likely tokens that hold this probability together
+    top_k: int = 0  # sample among so many most likely tokens; 0 or -1: all
+    min_p: float = 0.0  # sample among tokens at least this times as likely as the most likely one
+    seed: int | None = None  # the same seed gives the same completion
+    stop: tuple[str, ...] = ()  # texts that end the completion
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end the completion, beside the model's own
+    include_stop_str_in_output: bool = False  # keep the stop text at the end
+    ignore_eos: bool = False  # go on past the model's end-of-sequence tokens
+    max_tokens: int | None = 16  # most output tokens; None: up to the context limit
+    min_tokens: int = 0  # output tokens before which no stop counts
+    logprobs: int | None = None  # log-probs of each output token and of so many best beside it
+    prompt_logprobs: int | None = None  # the same of each prompt token
+    repetition_penalty: float = 1.0  # logits of tokens seen in prompt or output are divided by it, times it if negative
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens seen in the output
+    frequency_penalty: float = 0.0  # subtracted for each time a token was seen in the output
+    logit_bias: Mapping[int, float] = field(default_factory=FrozenDict)  # added to the logits of these tokens
+    allowed_token_ids: tuple[int, ...] | None = None  # only these are sampled
+    banned_token_ids: tuple[int, ...] = ()  # these are never sampled
+    skip_special_tokens: bool = True  # leave control tokens out of the text
 
     def __post_init__(self) -> None:
         _int("n", self.n, 1, MAX_N)

@@ -20,9 +20,8 @@ from sharding.mesh import make_mesh
 
 # XLA's GpuTargetConfig (xla/stream_executor/device_description.proto) of an H200 SXM. Sources:
 # [g] CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", column 9.0
-# [d] NVIDIA H200 datasheet
 # [h] NVIDIA H100 whitepaper (the same GH100 chip, SXM)
-# [x] XLA's own description of the card (xla/backends/gpu/target_config/specs/h200.txtpb), which agrees in the rest
+# [x] XLA's own description of a card (it writes one beside its dumps), which agrees in the rest
 H200_TARGET_CONFIG = """
 gpu_device_info {
   threads_per_block_limit: 1024            # [g]
@@ -36,17 +35,20 @@ gpu_device_info {
   block_dim_limit_x: 2147483647            # [g]
   block_dim_limit_y: 65535                 # [g]
   block_dim_limit_z: 65535                 # [g]
-  memory_bandwidth: 4800000000000          # [d] bytes/s
-  l2_cache_size: 52428800                  # [h] 50 MiB
+  memory_bandwidth: 4814304000000          # [x] bytes/s
+  l2_cache_size: 62914560                  # [x]
   clock_rate_ghz: 1.98                     # [x] highest clock of the multiprocessors
-  device_memory_size: 151397597184         # [x] bytes; 141 GiB
+  device_memory_size: 150109880320         # [x] bytes
   registers_per_core_limit: 65536          # [g]
   registers_per_block_limit: 65536         # [g]
   # [g] 9.0; "accelerated" is what nvcc calls sm_90a, with wgmma and the TMA
   cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  # Of the least driver that programs here run on. XLA takes loops, branches and library calls out of its command
+  # buffers where the driver is not known to take them.
+  driver_version: "13.0.0"
 }
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }    # [x] cuDNN; no program here calls it
+dnn_version_info { major: 9 minor: 19 }    # [x] cuDNN; no program here calls it
 runtime_version { major: 13 minor: 0 patch: 0 }  # CUDA of the plugin
 device_description_str: "NVIDIA H200"      # the device kind, as the CUDA driver names the card
 """

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paged_attention import mosaic_gpu_decode, mosaic_gpu_prefill, reference
+from pallas_kernels.paged_attention import mosaic_gpu_decode, mosaic_gpu_prefill, mosaic_tpu, reference
 
 QUANTISED = frozenset({jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8)})
 
@@ -19,6 +19,7 @@ IMPLEMENTATIONS: Mapping[str, Callable[..., jax.Array]] = MappingProxyType(
         "reference": reference.paged_attention,
         "mosaic_gpu_decode": mosaic_gpu_decode.paged_attention,
         "mosaic_gpu_prefill": mosaic_gpu_prefill.paged_attention,
+        "mosaic_tpu": mosaic_tpu.paged_attention,
     }
 )
 
@@ -99,7 +100,12 @@ def paged_attention(
     arrays = (q, kv_pages, page_table, starts, lengths, kv_scales, sinks)
     if implementation is not None:
         return attend(implementation)(*arrays)
-    for name, kernel in (("mosaic_gpu_decode", mosaic_gpu_decode), ("mosaic_gpu_prefill", mosaic_gpu_prefill)):
+    kernels: dict[str, Callable[..., jax.Array]] = {}
+    for name, kernel in (("mosaic_gpu_prefill", mosaic_gpu_prefill), ("mosaic_gpu_decode", mosaic_gpu_decode)):
         if kernel.supports(q, kv_pages, kv_scales, sinks):
-            return lax.platform_dependent(*arrays, cuda=attend(name), default=attend("reference"))
-    return attend("reference")(*arrays)
+            kernels["cuda"] = attend(name)
+    if mosaic_tpu.supports(q, kv_pages, kv_scales, sinks):
+        kernels["tpu"] = attend("mosaic_tpu")
+    if not kernels:
+        return attend("reference")(*arrays)
+    return lax.platform_dependent(*arrays, **kernels, default=attend("reference"))

@@ -51,7 +51,7 @@ class _Counts:
         return _Counts(
             engine.clock.times(),
             Counter(engine.runner.num_calls),
-            stats.num_decode_slot_steps // engine.config.max_num_seqs,
+            stats.num_decode_steps,
             counters.num_prefill_dispatches + counters.num_mixed_dispatches,
             stats.num_preemptions,
             engine.num_compiles_while_serving,
@@ -111,7 +111,7 @@ def model_cost(engine: Engine) -> ModelCost:
             for path, array in params.items()
             if path != "embed/weight" or path == head
         ),
-        kv_token_bytes=ledger.kv_pool / (ledger.num_pages * ledger.page_size * model.num_layers),
+        kv_token_bytes=ledger.kv_token_bytes / model.num_layers,
         windows=tuple(
             model.sliding_window if layer_type == "sliding_attention" else None for layer_type in model.layer_types
         ),
@@ -206,6 +206,8 @@ class Bench:
             "compiles": counts.compiles,
             "kv_pool_pages": self.engine.runner.num_pages,
             "page_size": self.engine.config.page_size,
+            "kv_dtype": self.engine.config.kv_format[0],
+            "kv_token_bytes": round(self.engine.runner.ledger.kv_token_bytes, 2),  # of one device, scales included
             "programs": dict(sorted(counts.programs.items())),
         }
 

@@ -28,7 +28,7 @@ def run_compile(args: argparse.Namespace, configs: Configs) -> int:
     from checkpoints.source import open_source
     from serving.execution import executables, memory
     from serving.execution.program_plan import abstract_state, context_length, plan_programs
-    from sharding.placement import check_split, stored_kv_heads
+    from sharding.placement import check_split
     from sharding.topology import target_mesh
 
     jax.config.update("jax_platforms", "cpu")  # targets are only described: a card that is here stays free
@@ -38,12 +38,9 @@ def run_compile(args: argparse.Namespace, configs: Configs) -> int:
     model = open_source(configs.run.model_source).model_config
     check_split(model, configs.mesh.tensor)
     max_model_len = context_length(model, config)
-    shards, kv_dtype = configs.mesh.tensor, jnp.dtype(config.kv_dtype or config.dtype)
     num_pages = memory.choose_num_pages(
         config,
-        page_nbytes=memory.page_bytes(
-            model, stored_kv_heads(model, shards), config.page_size, kv_dtype.itemsize, shards
-        ),
+        page_nbytes=memory.page_bytes(model, config, jnp.dtype(config.kv_format[0]).itemsize, configs.mesh.tensor),
         free_bytes=sys.maxsize,  # the engine checks it against the device
         max_model_len=max_model_len,
         is_cpu=False,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import collections.abc
 import dataclasses
+import inspect
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -23,16 +25,17 @@ def add_dataclass_flags(
 ) -> None:
     """Add a flag for each field of `cls` to `parser`. `names` renames fields whose own name would mislead."""
     group = parser.add_argument_group(cls.__name__, description)
+    comments = field_comments(cls)
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         name = (names or {}).get(field.name, field.name)
         hint = hints[field.name]
-        default = "" if field.default is dataclasses.MISSING else f", default {field.default}"
+        default = "" if field.default is dataclasses.MISSING else f" (default {field.default})"
         options: dict[str, Any] = {
             "dest": _dest(cls, field.name),
             "default": argparse.SUPPRESS,
             "metavar": _metavar(hint),
-            "help": f"{cls.__name__}.{field.name}{default}",
+            "help": f"{comments[field.name]}{default}".replace("%", "%%"),
         }
         if hint is bool:
             options |= {"nargs": "?", "const": True}
@@ -41,6 +44,22 @@ def add_dataclass_flags(
         else:
             options["type"] = _parser_of(hint)
         group.add_argument(f"--{name}", **options)
+
+
+def field_comments(cls: type) -> dict[str, str]:
+    """What the comments above and behind each field of a dataclass say, from its source: the help of its flag."""
+    comments: dict[str, str] = {}
+    above: list[str] = []
+    for line in inspect.getsource(cls).splitlines():
+        field = re.match(r" {4}(\w+): ", line)
+        if line.startswith("    # "):
+            above.append(line[6:])
+            continue
+        if field is not None:
+            behind = line.partition("  # ")[2]
+            comments[field[1]] = " ".join([*above, behind]).strip()
+        above = []
+    return comments
 
 
 def given_fields(args: argparse.Namespace, cls: type) -> dict[str, Any]:

@@ -142,6 +142,4 @@ _GENERATE_EPILOG = """Each line of --prompts_file is a JSON object with one of "
 prompt_token_ids, token_ids, text, finish_reason and logprobs, in the order of the prompts. A bad line is refused
 before anything runs."""
 _COMPILE_EPILOG = """Needs the extra aot (h200) or aot-tpu. Weights are not read. An engine uses the executables where
-its versions, XLA flags, model, configs and device are those they were compiled for, and says what differs where not.
-XLA cannot time its kernels without the card: what a start there wrote with --xla_gpu_dump_autotune_results_to=FILE in
-XLA_FLAGS is taken up here with --xla_gpu_load_autotune_results_from=FILE."""
+its versions, XLA flags, model, configs and device are those they were compiled for, and says what differs where not."""

@@ -1,6 +1,7 @@
-"""Executables on disk: written by `headrace compile`, loaded at start where they are those of the very same programs.
+"""Executables on disk: loaded at start where they are those of the very same programs.
 
-A folder holds `manifest.json` and one file a program, the compiler's own serialised form. No pickle: everything beside
+`headrace compile` writes them without the device; an engine on an accelerator keeps what it compiled in its compilation
+cache, since loading skips the lowering that JAX's own cache cannot. A folder holds `manifest.json` and one file a program, the compiler's own serialised form. No pickle: everything beside
 those bytes (argument and result trees, shardings) is built anew from the engine's own programs, and the manifest is
 JSON that only ever gets compared with what this engine would write. The executables themselves are machine code: a
 folder is to be trusted like the program that loads it.
@@ -17,6 +18,7 @@ import logging
 import os
 import platform
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +46,7 @@ logger = logging.getLogger(__name__)
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
 FORMAT = 1
+MAX_CACHED = 8  # engines whose executables a compilation cache keeps
 
 # Fields of EngineConfig that change no program. Pages and context are compared as what they came to.
 HOST_FIELDS = (
@@ -73,13 +76,10 @@ JAX_OPTIONS = (
     "jax_threefry_partitionable",
     "jax_use_hlo_logistic_lowering",
 )
-# XLA flags that do not change the code of a program, or (autotuning results) whose effect is in the executable.
+# XLA flags that do not change the code of a program.
 IGNORED_XLA_FLAGS = (
     "--xla_dump_",
     "--xla_force_host_platform_device_count",
-    "--xla_gpu_dump_autotune_results_to",
-    "--xla_gpu_load_autotune_results_from",
-    "--xla_gpu_per_fusion_autotune_cache_dir",
 )
 CODE = (
     "configs/model.py",
@@ -134,7 +134,7 @@ class LoadedProgram:
 
 def environment(model: ModelConfig, config: EngineConfig, state: AbstractState) -> dict[str, Any]:
     """What executables depend on, as JSON values by name; equal here and there, or they are not used."""
-    mesh: Mesh = state.kv_cache[0].sharding.mesh
+    mesh: Mesh = state.kv_cache[0].pages.sharding.mesh
     device = mesh.devices.flat[0]
     flags = os.environ.get("XLA_FLAGS", "").split()
     values: dict[str, Any] = {
@@ -151,7 +151,7 @@ def environment(model: ModelConfig, config: EngineConfig, state: AbstractState) 
         "code_sha256": _code_digest(),
         "model_sha256": _digest(json.dumps(dataclasses.asdict(model), sort_keys=True).encode()),
         "EngineConfig": {name: value for name, value in vars(config).items() if name not in HOST_FIELDS},
-        "num_pages": state.kv_cache[0].shape[0],
+        "num_pages": state.kv_cache[0].pages.shape[0],
         "max_pages_per_sequence": state.table.page_table.shape[1],
     }
     if device.platform == "cpu":  # its code may use any instruction that the processor has
@@ -219,15 +219,28 @@ def write_executables(
     Raises OSError where the folder exists or cannot be made. It appears whole or not at all.
     """
     check_new_folder(folder)
+    executables: dict[str, jax.stages.Compiled] = {}
+    with _no_compilation_cache():
+        for name, compiled, seconds in compile_programs(plan, mesh):
+            executables[name] = compiled
+            if progress is not None:
+                progress(name, len(executables), len(plan), seconds)
+    return _store(folder, values, plan, executables, mesh)
+
+
+def _store(
+    folder: Path,
+    values: Mapping[str, Any],
+    plan: Mapping[str, Program],
+    executables: Mapping[str, jax.stages.Compiled],
+    mesh: Mesh,
+) -> int:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as draft_name,
-        _no_compilation_cache(),
-    ):
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as draft_name:
         draft = Path(draft_name) / "executables"
         draft.mkdir()
         entries: dict[str, dict[str, Any]] = {}
-        for number, (name, compiled, seconds) in enumerate(compile_programs(plan, mesh), 1):
+        for name, compiled in executables.items():
             content = _serialised(compiled)
             (draft / file_name(name)).write_bytes(content)
             inputs, outputs = _signature(plan[name], _trace(plan[name], mesh))
@@ -239,12 +252,34 @@ def write_executables(
                 "outputs": outputs,
                 "kept_inputs": _kept_inputs(compiled),
             }
-            if progress is not None:
-                progress(name, number, len(plan), seconds)
         manifest = {"environment": values, "programs": entries}
         (draft / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n")
         draft.rename(folder)
     return sum(entry["num_bytes"] for entry in entries.values())
+
+
+def cache_folder(cache: Path, values: Mapping[str, Any]) -> Path:
+    """Where a compilation cache keeps the executables of `values`, or would."""
+    return cache / "executables" / _digest(json.dumps(values, sort_keys=True).encode())
+
+
+def add_to_cache(
+    folder: Path,
+    values: Mapping[str, Any],
+    plan: Mapping[str, Program],
+    executables: Mapping[str, jax.stages.Compiled],
+    mesh: Mesh,
+) -> None:
+    """Keep a whole plan's executables in `folder`, a `cache_folder`, in the place of what is there; of all such folders
+    the MAX_CACHED used last stay. What cannot be written is logged."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)  # some program of it could not be loaded
+        _store(folder, values, plan, executables, mesh)
+        others = sorted(folder.parent.iterdir(), key=lambda path: path.stat().st_mtime)
+        for path in others[:-MAX_CACHED]:
+            shutil.rmtree(path, ignore_errors=True)
+    except OSError as error:
+        logger.warning("%s: executables are not kept: %s", folder, error)
 
 
 @contextlib.contextmanager
@@ -313,6 +348,8 @@ def load_executables(
     loaded: dict[str, LoadedProgram] = {}
     try:
         entries = _matching_entries(folder, values)
+        with contextlib.suppress(OSError):
+            os.utime(folder)  # a cache keeps those used last
         with ThreadPoolExecutor(max_workers=2) as pool:  # reading and unpacking beside tracing, which holds Python
             futures = {name: pool.submit(_read, folder, name, entries, mesh) for name in plan}
             for name, program in plan.items():

@@ -10,6 +10,7 @@ import psutil
 from configs.checks import ConfigError
 from configs.engine import EngineConfig
 from configs.model import ModelConfig
+from sharding.placement import stored_kv_heads
 
 CPU_KV_CACHE_BYTES = 1 << 30  # host memory is shared with everything else: take a fixed share unless told
 
@@ -22,7 +23,9 @@ class MemoryLedger:
     weights: int
     slot_table: int
     workspace: int  # the largest program's temporaries and outputs
-    kv_pool: int
+    kv_pool: int  # pages and their scales
+    kv_dtype: str
+    kv_scales: str | None  # "per_token_head", "per_tensor"; None: not quantised
     num_pages: int
     page_size: int
     max_model_len: int
@@ -30,6 +33,11 @@ class MemoryLedger:
     @property
     def slack(self) -> int:
         return self.device - self.weights - self.slot_table - self.workspace - self.kv_pool
+
+    @property
+    def kv_token_bytes(self) -> float:
+        """Bytes of a token's keys and values, all layers, with what scales they have."""
+        return self.kv_pool / (self.num_pages * self.page_size)
 
     @property
     def capacity_tokens(self) -> int:
@@ -42,15 +50,16 @@ class MemoryLedger:
         return self.capacity_tokens // self.max_model_len
 
     def __str__(self) -> str:
+        kept = self.kv_dtype if self.kv_scales is None else f"{self.kv_dtype} {self.kv_scales}"
         rows = [
             ("weights", self.weights),
             ("slot table", self.slot_table),
             ("workspace", self.workspace),
-            (f"KV pool, {self.num_pages} pages of {self.page_size} tokens", self.kv_pool),
+            (f"KV pool, {self.num_pages} pages of {self.page_size} tokens, {kept}", self.kv_pool),
             ("slack", self.slack),
             ("device memory", self.device),
         ]
-        lines = [f"  {name:<44}{size / 2**20:>12,.1f} MiB" for name, size in rows]
+        lines = [f"  {name:<64}{size / 2**20:>12,.1f} MiB" for name, size in rows]
         lines.append(
             f"  fits {self.capacity_tokens:,} tokens: {self.capacity_sequences:,} sequences of {self.max_model_len:,}"
         )
@@ -67,9 +76,11 @@ def device_memory_bytes(device: jax.Device, num_devices: int) -> int:
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
-def page_bytes(model: ModelConfig, stored_kv_heads: int, page_size: int, kv_itemsize: int, tensor_shards: int) -> int:
-    """Bytes of one page of all layers on one device."""
-    return 2 * model.num_layers * (stored_kv_heads // tensor_shards) * page_size * model.head_dim * kv_itemsize
+def page_bytes(model: ModelConfig, config: EngineConfig, kv_itemsize: int, tensor_shards: int) -> int:
+    """Bytes of one page of all layers on one device, with its scales if it has its own."""
+    vector_bytes = model.head_dim * kv_itemsize + (4 if config.kv_format[1] == "per_token_head" else 0)
+    num_heads = stored_kv_heads(model, tensor_shards) // tensor_shards
+    return 2 * model.num_layers * num_heads * config.page_size * vector_bytes
 
 
 def estimate_workspace_bytes(model: ModelConfig, config: EngineConfig, padded_vocab_size: int, shards: int) -> int:

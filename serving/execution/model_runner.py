@@ -20,15 +20,22 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from configs.checks import ConfigError
-from configs.engine import EngineConfig
+from configs.engine import EngineConfig, mixed_decode_sizes
 from configs.model import ModelConfig
 from layers import decoder
 from serving.execution import executables, memory, programs, slot_table
-from serving.execution.program_plan import ZERO_PAGES_BATCH, AbstractState, compile_programs, like, plan_programs
+from serving.execution.program_plan import (
+    MOVE_SLOTS_BATCH,
+    ZERO_PAGES_BATCH,
+    AbstractState,
+    compile_programs,
+    like,
+    plan_programs,
+)
 from serving.execution.programs import InputLayout
 from serving.request import Request
 from serving.scheduling.schedule import NULL_PAGE, Schedule
-from sharding.placement import padded_vocab_size, stored_kv_heads
+from sharding.placement import padded_vocab_size
 
 
 @dataclass(frozen=True)
@@ -124,17 +131,18 @@ class ModelRunner:
         *,
         max_model_len: int,
         device_bytes: int,
+        cache_dir: Path | None = None,
     ):
         self.model, self.config, self.mesh, self.params = model, config, mesh, params
         self.max_model_len = max_model_len
+        self._cache_dir = cache_dir
+        self._is_cpu = mesh.devices.flat[0].platform == "cpu"
         shards = mesh.shape["tensor"]
         self.max_pages = -(-max_model_len // config.page_size)
         self._padded_vocab = padded_vocab_size(model, shards)
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        kv_dtype = jnp.dtype(config.kv_dtype or config.dtype)
-        page_nbytes = memory.page_bytes(
-            model, stored_kv_heads(model, shards), config.page_size, kv_dtype.itemsize, shards
-        )
+        kv_dtype, kv_scales = config.kv_format
+        page_nbytes = memory.page_bytes(model, config, jnp.dtype(kv_dtype).itemsize, shards)
         make_table = functools.partial(
             slot_table.make_slot_table, config.max_num_seqs, self.max_pages, self._padded_vocab
         )
@@ -149,18 +157,19 @@ class ModelRunner:
             page_nbytes=page_nbytes,
             free_bytes=int(device_bytes * config.memory_fraction) - self._weight_bytes - self._table_bytes - workspace,
             max_model_len=max_model_len,
-            is_cpu=mesh.devices.flat[0].platform == "cpu",
+            is_cpu=self._is_cpu,
         )
-        self._kv_bytes = self.num_pages * page_nbytes
         with jax.set_mesh(mesh):
             self._kv_cache = decoder.make_kv_cache(
                 model,
                 num_pages=self.num_pages,
                 page_size=config.page_size,
-                dtype=kv_dtype,
+                dtype=jnp.dtype(kv_dtype),
+                scales=kv_scales,
                 tensor_shards=shards,
                 mesh=mesh,
             )
+            self._kv_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(self._kv_cache))
             self._table = jax.jit(make_table, out_shardings=self._replicated)()
         self._decode_layout = InputLayout(config.max_num_seqs, 0, config.query_block)
         self._compiled: dict[str, Any] = {}
@@ -175,10 +184,14 @@ class ModelRunner:
         """Load or compile every program. `progress(name, number done, number in all, seconds)` is called after each."""
         state = AbstractState(like(self.params), like(self._kv_cache), like(self._table))
         plan = plan_programs(self.model, self.config, self.mesh, state)
-        loaded = {}
+        values = executables.environment(self.model, self.config, state)
+        folder = cached = None  # where to look first, and where to keep what was compiled
         if self.config.executables_dir is not None:
-            values = executables.environment(self.model, self.config, state)
-            loaded = executables.load_executables(Path(self.config.executables_dir), values, plan, self.mesh)
+            folder = Path(self.config.executables_dir)
+        elif self._cache_dir is not None and not self._is_cpu:
+            cached = executables.cache_folder(self._cache_dir, values)
+            folder = cached if cached.exists() else None
+        loaded = {} if folder is None else executables.load_executables(folder, values, plan, self.mesh)
         for name, program in loaded.items():
             self._add_program(name, program.compiled, ProgramReport(name, program.load_s, program.temp_bytes, True))
             if progress is not None:
@@ -188,10 +201,26 @@ class ModelRunner:
             self._add_program(name, compiled, ProgramReport(name, seconds, executables.temp_bytes(compiled), False))
             if progress is not None:
                 progress(name, len(self.reports), len(plan), seconds)
+        if missing and cached is not None:
+            executables.add_to_cache(cached, values, plan, self._compiled, self.mesh)
         if self.ledger.slack < 0:
             raise ConfigError(
                 f"EngineConfig.memory_fraction={self.config.memory_fraction}: the device is too small:\n{self.ledger}"
             )
+        if not self._is_cpu:  # where a first call sets up nothing
+            self.run_empty_steps()
+
+    def run_empty_steps(self) -> None:
+        """Run each step program once with no sequence in it, so that no request pays for what a first call sets up."""
+        config = self.config
+        for num_rows in config.decode_sizes:
+            for num_steps in sorted({1, config.max_decode_steps}):
+                self._dispatch(Schedule(step_id=0, num_decode_slots=num_rows, num_decode_steps=num_steps))
+        for num_tokens in config.prefill_token_buckets:
+            for num_rows in (0, *mixed_decode_sizes(config.decode_sizes, num_tokens)):
+                self._prefill(Schedule(step_id=0, num_decode_slots=num_rows, prefill_bucket=num_tokens))
+        jax.block_until_ready(self._table)
+        self.num_calls.clear()
 
     def _add_program(self, name: str, compiled: jax.stages.Compiled, report: ProgramReport) -> None:
         self._compiled[name] = compiled
@@ -206,6 +235,8 @@ class ModelRunner:
             slot_table=self._table_bytes,
             workspace=max((report.temp_bytes for report in self.reports), default=0),
             kv_pool=self._kv_bytes,
+            kv_dtype=self.config.kv_format[0],
+            kv_scales=self.config.kv_format[1],
             num_pages=self.num_pages,
             page_size=self.config.page_size,
             max_model_len=self.max_model_len,
@@ -236,6 +267,11 @@ class ModelRunner:
             pages = schedule.zero_pages[first : first + ZERO_PAGES_BATCH]
             batch[: len(pages)] = pages
             self._kv_cache = self._program("zero pages")(self._kv_cache, batch)
+        for first in range(0, len(schedule.moves), MOVE_SLOTS_BATCH):
+            moves = np.full((2, MOVE_SLOTS_BATCH), self.config.max_num_seqs, np.int32)
+            for place, move in enumerate(schedule.moves[first : first + MOVE_SLOTS_BATCH]):
+                moves[:, place] = move.source, move.target
+            self._table = self._program("move slots")(self._table, moves)
         for reset in schedule.resets:
             packed = slot_table.pack_reset(reset, self.max_pages)
             self._table = self._program("reset slot")(self._table, packed)
@@ -243,17 +279,8 @@ class ModelRunner:
                 rows = slot_table.vocab_rows(reset.request, self._padded_vocab)
                 self._table = self._program("set vocabulary rows")(self._table, np.int32(reset.slot), *rows)
         scores: list[PromptScores] = []
-        num_slots = self.config.max_num_seqs
         if schedule.prefill:
-            block = self.config.query_block
-            num_padded = sum(-(-len(chunk.token_ids) // block) * block for chunk in schedule.prefill)
-            num_tokens = next(b for b in self.config.prefill_token_buckets if b >= num_padded)
-            name = f"mixed({num_tokens}, {num_slots})" if schedule.decode else f"prefill({num_tokens})"
-            packed, starts = InputLayout(num_slots, num_tokens, block).pack(schedule)
-            self._kv_cache, self._table, sample_inputs, hidden = self._program(name)(
-                self.params, self._kv_cache, self._table, packed
-            )
-            output = self._sample(sample_inputs)
+            output, hidden, starts = self._prefill(schedule)
             for place, chunk in enumerate(schedule.prefill):
                 if chunk.request.params.prompt_logprobs is not None:
                     scores += self._score(chunk.request, chunk.start, len(chunk.token_ids), hidden, starts[place])
@@ -267,6 +294,16 @@ class ModelRunner:
         pending = PendingStep(schedule, output, any(r.params.logprobs is not None for r in requests), scores)
         output.tokens.copy_to_host_async()
         return pending
+
+    def _prefill(self, schedule: Schedule) -> tuple[programs.StepOutput, jax.Array, dict[int, int]]:
+        """Run a prefill or mixed program: what it sampled, hidden [T, D], and the tokens that the chunks start at."""
+        num_tokens, num_rows = schedule.prefill_bucket, schedule.num_decode_slots
+        name = f"mixed({num_tokens}, {num_rows})" if num_rows else f"prefill({num_tokens})"
+        packed, starts = InputLayout(self.config.max_num_seqs, num_tokens, self.config.query_block).pack(schedule)
+        self._kv_cache, self._table, sample_inputs, hidden = self._program(name)(
+            self.params, self._kv_cache, self._table, packed
+        )
+        return self._sample(sample_inputs), hidden, starts
 
     def _sample(self, sample_inputs: programs.SampleInputs) -> programs.StepOutput:
         compiled = self._program(f"sample({sample_inputs.hidden.shape[0]})")

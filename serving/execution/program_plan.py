@@ -19,16 +19,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.checks import ConfigError
-from configs.engine import EngineConfig
+from configs.engine import EngineConfig, mixed_decode_sizes
 from configs.model import ModelConfig
 from layers import decoder
-from layers.kv_cache import abstract_kv_cache
+from layers.kv_cache import AbstractKVCache, abstract_kv_cache, zero_pages
 from layers.params import param_specs
 from serving.execution import programs, slot_table
 from serving.execution.programs import InputLayout
 from sharding.placement import named_sharding, padded_vocab_size
 
 ZERO_PAGES_BATCH = 16  # pages zeroed in one call
+MOVE_SLOTS_BATCH = 16  # slots moved in one call
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class AbstractState:
     """What lives on the devices, as jax.ShapeDtypeStruct with shardings: weights, page pool, slot table."""
 
     params: Mapping[str, jax.ShapeDtypeStruct]
-    kv_cache: tuple[jax.ShapeDtypeStruct, ...]
+    kv_cache: AbstractKVCache
     table: slot_table.SlotTable
 
 
@@ -75,6 +76,7 @@ def abstract_state(
     """The state of an engine that has `num_pages` pages, on a mesh whose devices need not be present."""
     shards = mesh.shape["tensor"]
     specs = param_specs(model, jnp.dtype(config.dtype), shards)
+    kv_dtype, kv_scales = config.kv_format
     make_table = functools.partial(
         slot_table.make_slot_table,
         config.max_num_seqs,
@@ -88,7 +90,8 @@ def abstract_state(
             model,
             num_pages=num_pages,
             page_size=config.page_size,
-            dtype=jnp.dtype(config.kv_dtype or config.dtype),
+            dtype=jnp.dtype(kv_dtype),
+            scales=kv_scales,
             tensor_shards=shards,
             mesh=mesh,
         ),
@@ -135,8 +138,9 @@ def plan_programs(model: ModelConfig, config: EngineConfig, mesh: Mesh, state: A
         )
     for num_tokens in config.prefill_token_buckets:
         layout = InputLayout(num_slots, num_tokens, config.query_block)
-        plan[f"prefill({num_tokens})"] = step(programs.prefill, False, layout=layout)
-        plan[f"mixed({num_tokens}, {num_slots})"] = step(programs.prefill, True, layout=layout)
+        plan[f"prefill({num_tokens})"] = step(programs.prefill, 0, layout=layout)
+        for num_rows in mixed_decode_sizes(config.decode_sizes, num_tokens):
+            plan[f"mixed({num_tokens}, {num_rows})"] = step(programs.prefill, num_rows, layout=layout)
         plan[f"score({num_tokens})"] = Program(
             jax.jit(functools.partial(programs.score, bind, num_top)),
             (params, abstract(num_tokens, model.hidden_size, dtype=dtype), abstract(), abstract(config.query_block)),
@@ -145,6 +149,9 @@ def plan_programs(model: ModelConfig, config: EngineConfig, mesh: Mesh, state: A
     plan["reset slot"] = Program(
         jax.jit(slot_table.reset_slot, donate_argnames="table"),
         (table, abstract(slot_table.pack_reset_size(max_pages))),
+    )
+    plan["move slots"] = Program(
+        jax.jit(slot_table.move_slots, donate_argnames="table"), (table, abstract(2, MOVE_SLOTS_BATCH))
     )
     plan["set vocabulary rows"] = Program(
         jax.jit(slot_table.set_vocab_rows, donate_argnames="table"),
@@ -156,9 +163,7 @@ def plan_programs(model: ModelConfig, config: EngineConfig, mesh: Mesh, state: A
             abstract(vocab, dtype=jnp.bool_),
         ),
     )
-    plan["zero pages"] = Program(
-        jax.jit(programs.zero_pages, donate_argnames="kv_cache"), (cache, abstract(ZERO_PAGES_BATCH))
-    )
+    plan["zero pages"] = Program(jax.jit(zero_pages, donate_argnames="kv_cache"), (cache, abstract(ZERO_PAGES_BATCH)))
     return plan
 
 
@@ -168,10 +173,16 @@ def plan_programs(model: ModelConfig, config: EngineConfig, mesh: Mesh, state: A
 COMMAND_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
 
 
-def compiler_options(mesh: Mesh) -> dict[str, str]:
+# Products by cuBLASLt, each by the algorithm that its heuristics name first. Timing candidates on the card chose others,
+# no faster in the step, doubled the time to start and gave other bits at each start; compiled without a card, Triton's
+# untimed tiles are many times slower.
+PRODUCTS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+
+
+def compiler_options(mesh: Mesh) -> dict[str, str | bool | int]:
     """What XLA is told beyond its defaults, for the mesh's devices."""
     if mesh.devices.flat[0].platform == "gpu":
-        return {"xla_gpu_enable_command_buffer": COMMAND_BUFFERS}
+        return {"xla_gpu_enable_command_buffer": COMMAND_BUFFERS, **PRODUCTS}
     return {}
 
 

@@ -1,7 +1,7 @@
 """The step programs, as pure functions to be compiled once per bucket.
 
 `decode(R, K)`: K steps of the first R slots in one dispatch. `prefill(T)`: T prompt tokens in rows of `query_block`, reading
-earlier pages. `mixed(T, S)`: both in one pass over the weights. Each takes donated state and one packed int32 input.
+earlier pages. `mixed(T, R)`: both in one pass over the weights. Each takes donated state and one packed int32 input.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from jax import Array, lax
 
 from layers import decoder
+from layers.kv_cache import KVCache
 from layers.sampling import chosen_and_top_logprobs, sample
 from layers.step_inputs import AttentionRows, StepInputs
 from serving.execution.slot_table import SlotTable, accept_tokens
 from serving.scheduling.schedule import Schedule
 
 Bind = Callable[[dict[str, Array]], decoder.Decoder]
-KVCache = tuple[Array, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -95,7 +95,8 @@ def _decode_rows(table: SlotTable, run: Array) -> AttentionRows:
     """A row for each of the first run.shape[0] slots."""
     num_rows = run.shape[0]
     return AttentionRows(
-        page_table=table.page_table[:num_rows],
+        # a slice of its own: as part of a kernel's call it would keep that out of command buffers
+        page_table=lax.optimization_barrier(table.page_table[:num_rows]),
         starts=table.positions[:num_rows],
         lengths=run.astype(jnp.int32),
         rope_lens=table.rope_lens[:num_rows],
@@ -199,15 +200,16 @@ def decode_many(
 def prefill(
     bind: Bind,
     layout: InputLayout,
-    with_decode: bool,
+    num_decode_rows: int,
     params: dict[str, Array],
     kv_cache: KVCache,
     table: SlotTable,
     packed: Array,
 ) -> tuple[KVCache, SlotTable, SampleInputs, Array]:
-    """T prompt tokens and, `with_decode`, one decode step of the running slots in the same pass (`mixed`).
+    """T prompt tokens and one decode step of the first `num_decode_rows` slots in the same pass (`mixed`; 0: none).
 
-    To be followed by `sample_step`. Also returns the hidden states [T, D] of the prefill tokens, for prompt log-probs.
+    To be followed by `sample_step`, for the same slots (all, where none decode): the chunks' slots must be among them.
+    Also returns the hidden states [T, D] of the prefill tokens, for prompt log-probs.
     """
     slots, rows, tokens = layout.split(packed)
     table = _begin_step(table, slots)
@@ -219,23 +221,26 @@ def prefill(
         rope_lens=table.rope_lens[row_slots],
         num_queries=layout.query_block,
     )
-    run = table.active & (slots[0] > 0)
-    if with_decode:
+    if num_decode_rows:
+        run = (table.active & (slots[0] > 0))[:num_decode_rows]
         inputs = StepInputs(
-            token_ids=jnp.concatenate([table.token_ids, tokens]), rows=(_decode_rows(table, run), prefill_rows)
+            token_ids=jnp.concatenate([table.token_ids[:num_decode_rows], tokens]),
+            rows=(_decode_rows(table, run), prefill_rows),
         )
     else:
         inputs = StepInputs(token_ids=tokens, rows=(prefill_rows,))
     kv_cache, hidden = decoder.forward(bind(params), kv_cache, inputs)
-    num_decode = layout.num_slots if with_decode else 0
 
-    source = slots[4]
+    num_sampled = num_decode_rows or layout.num_slots
+    source = slots[4, :num_sampled]
     from_prefill = source >= 0
     last = jnp.maximum(source, 0)
-    positions = jnp.where(from_prefill, starts[last // layout.query_block] + last % layout.query_block, table.positions)
-    index = jnp.where(from_prefill, num_decode + last, jnp.arange(layout.num_slots) if with_decode else 0)
-    sampled = from_prefill | (run if with_decode else False)
-    return kv_cache, table, SampleInputs(hidden[index], positions, sampled), hidden[num_decode:]
+    positions = jnp.where(
+        from_prefill, starts[last // layout.query_block] + last % layout.query_block, table.positions[:num_sampled]
+    )
+    index = jnp.where(from_prefill, num_decode_rows + last, jnp.arange(num_sampled) if num_decode_rows else 0)
+    sampled = from_prefill | (run if num_decode_rows else False)
+    return kv_cache, table, SampleInputs(hidden[index], positions, sampled), hidden[num_decode_rows:]
 
 
 def score(
@@ -247,8 +252,3 @@ def score(
     """
     rows = lax.dynamic_slice_in_dim(hidden, start, targets.shape[0])
     return chosen_and_top_logprobs(decoder.logits(bind(params), rows), targets, num_top)
-
-
-def zero_pages(kv_cache: KVCache, page_ids: Array) -> KVCache:
-    """Overwrite pages [n] with zeros: a request whose numbers were not finite leaves none behind."""
-    return tuple(pool.at[page_ids].set(0) for pool in kv_cache)

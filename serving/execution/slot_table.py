@@ -167,6 +167,13 @@ def reset_slot(table: SlotTable, packed: Array) -> SlotTable:
     )
 
 
+def move_slots(table: SlotTable, moves: Array) -> SlotTable:
+    """Carry rows moves[0] to rows moves[1], none of which is among the first; one past the table: no move."""
+    source, target = moves
+    moved = jax.tree.map(lambda rows: rows.at[target].set(rows[source], mode="drop", unique_indices=True), table)
+    return replace(moved, active=moved.active.at[source].set(False, mode="drop"))
+
+
 def vocab_rows(request: Request, padded_vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Dense rows over the padded vocabulary of one request: bias float32, output counts int32, prompt seen bool."""
     params = request.params

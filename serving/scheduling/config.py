@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from configs.checks import check_bool, check_int, check_int_tuple, fail
+from configs.engine import mixed_decode_sizes
 from serving.request import Request
 
 
@@ -54,36 +55,46 @@ class SchedulerConfig:
 
     page_size: int  # tokens
     num_pages: int  # of the pool, null page included
-    max_num_seqs: int  # slots
+    decode_sizes: tuple[int, ...]  # slots that a decode step may run over, rising; the last is all there are
     max_model_len: int  # tokens, prompt + output
     prefill_token_buckets: tuple[int, ...]  # rising; the largest is what one step may prefill
     query_block: int  # a chunk takes a multiple of this many tokens of the bucket
     max_decode_steps: int = 1  # a dispatch decodes 1 or this many steps; at most page_size
-    decode_sizes: tuple[int, ...] = ()  # slots that a decode step may run over, rising; beside max_num_seqs
     enable_prefix_caching: bool = True
     rope: RopeRegime = RopeRegime()
     static_batching: bool = False  # admit only into an empty engine: the classic baseline, for comparison
 
     def __post_init__(self) -> None:
-        for field in ("page_size", "max_num_seqs", "query_block", "max_decode_steps"):
+        for field in ("page_size", "query_block", "max_decode_steps"):
             check_int(self, field, minimum=1)
         check_int(self, "num_pages", minimum=2)
         check_int(self, "max_model_len", minimum=2)
-        check_int_tuple(self, "prefill_token_buckets", minimum=1)
+        for field in ("decode_sizes", "prefill_token_buckets"):
+            check_int_tuple(self, field, minimum=1)
+            sizes = getattr(self, field)
+            if not sizes or list(sizes) != sorted(set(sizes)):
+                fail(self, field, "must be rising and hold at least one size")
         check_bool(self, "enable_prefix_caching")
         check_bool(self, "static_batching")
-        buckets = self.prefill_token_buckets
-        if not buckets or list(buckets) != sorted(set(buckets)):
-            fail(self, "prefill_token_buckets", "must be rising and hold at least one size")
-        if any(size % self.query_block for size in buckets):
+        if any(size % self.query_block for size in self.prefill_token_buckets):
             fail(self, "prefill_token_buckets", f"must be multiples of query_block={self.query_block}")
         if self.max_decode_steps > self.page_size:
             fail(self, "max_decode_steps", f"is above page_size={self.page_size}: a slot gets one new page a step")
 
     @property
+    def max_num_seqs(self) -> int:
+        """Slots."""
+        return self.decode_sizes[-1]
+
+    @property
     def max_prefill_tokens(self) -> int:
         """Tokens that one step may prefill, padding to query_block included."""
         return self.prefill_token_buckets[-1]
+
+    def decode_size(self, num_slots: int, prefill_bucket: int) -> int:
+        """The smallest program, decode or with a prefill bucket mixed, that holds the first `num_slots` slots."""
+        sizes = mixed_decode_sizes(self.decode_sizes, prefill_bucket) if prefill_bucket else self.decode_sizes
+        return next(size for size in sizes if size >= num_slots)
 
     def num_pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""

@@ -23,6 +23,14 @@ class SlotReset:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlotMove:
+    """Carry a slot's whole row to another slot, which nobody uses, before the step."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class PageAppend:
     """`page_table[slot, page_index] = page_id` before the step."""
 
@@ -45,18 +53,20 @@ class PrefillChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One step. Order on the device: zero pages, deactivate, resets, page appends, then one forward pass over the
+    """One step. Order on the device: zero pages, moves, resets, deactivate, page appends, then one forward pass over the
     decode slots and the prefill chunks together, then sampling. A slot that is not in `decode` does not advance."""
 
     step_id: int
     zero_pages: tuple[int, ...] = ()  # hold values that are not finite: masked keys would still spread them (0 * NaN)
     deactivate: tuple[int, ...] = ()  # slots whose request was aborted or preempted, or was never started
+    moves: tuple[SlotMove, ...] = ()
     resets: tuple[SlotReset, ...] = ()
     page_appends: tuple[PageAppend, ...] = ()
     decode: tuple[tuple[int, Request], ...] = ()  # (slot, request) that decode; the device drops those that stopped
-    num_decode_slots: int = 0  # the decode program's size: every slot in `decode` is below it
+    num_decode_slots: int = 0  # of the program: every slot in `decode`, and of a mixed one in `prefill`, is below it
     num_decode_steps: int = 1  # K; above 1 only when prefill is empty
     prefill: tuple[PrefillChunk, ...] = ()
+    prefill_bucket: int = 0  # of the program, tokens: holds the chunks, each padded to query_block; 0 without any
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -28,7 +28,9 @@ from serving.request import FinishReason, Request, RequestError, RequestStatus
 from serving.scheduling.config import SchedulerConfig
 from serving.scheduling.page_allocator import PageAllocator
 from serving.scheduling.prefix_cache import CachedPage, PageChain, PrefixCache
-from serving.scheduling.schedule import PageAppend, PrefillChunk, Schedule, SlotReset
+from serving.scheduling.schedule import PageAppend, PrefillChunk, Schedule, SlotMove, SlotReset
+
+MAX_IDLE_SHARE = 1 / 16  # of the slot steps of a dispatch, while a request waits
 
 NO_TOKEN = -1  # the slot sampled nothing at this step
 NOT_FINITE = -2  # the slot's logits were not finite
@@ -66,7 +68,9 @@ class SchedulerStats:
     num_drains: int = 0  # schedule() gave way to the update of a step in flight
     num_prefill_tokens: int = 0
     num_prefill_padding_tokens: int = 0  # tokens of query_block rows that chunks left empty
+    num_decode_steps: int = 0  # forward passes in which slots decode
     num_decode_slot_steps: int = 0  # slots of the program * K for each step that decodes: what fixed shapes pay
+    num_slot_moves: int = 0  # to lower slots, so that a smaller decode program does
     num_output_tokens: int = 0
     num_preemptions: int = 0  # for memory
     num_rope_restarts: int = 0  # sequences that outgrew their rope regime
@@ -232,6 +236,7 @@ class Scheduler:
             self._give_way()
             return None
 
+        moves = self._move_down() if decoding else []
         appends = [self._append_page(s) for s in self._lacking_pages(decoding, 1)]
         resets: list[SlotReset] = []
         chunks: list[PrefillChunk] = []
@@ -257,7 +262,8 @@ class Scheduler:
         if not chunks and self._can_decode_many(decoding):
             num_decode_steps = self.config.max_decode_steps
             appends += [self._append_page(s) for s in self._lacking_pages(decoding, num_decode_steps)]
-        return self._dispatch(decoding, num_decode_steps, chunks, resets, appends)
+        num_padded_tokens = self.config.max_prefill_tokens - budget
+        return self._dispatch(decoding, num_decode_steps, chunks, num_padded_tokens, moves, resets, appends)
 
     def update(self, schedule: Schedule, tokens: np.ndarray) -> list[StepEvent]:
         """Take in what a step sampled. `tokens`: int32 [num_decode_steps, R], of the first R slots.
@@ -331,17 +337,38 @@ class Scheduler:
 
     def _can_decode_many(self, decoding: list[_Sequence]) -> bool:
         """Whether max_decode_steps in one dispatch serve everybody: no running sequence is left out, some need them
-        all (all need them if a request waits for a slot), and pages and rope regimes hold out."""
+        all, and pages and rope regimes hold out.
+
+        A request that waits for a slot or pages lets at most MAX_IDLE_SHARE of the running sequences' steps pass
+        after their ends, by length: so few cost less than a dispatch for each step, and admissions in groups fill
+        the prefill buckets. An end by stop token is not foreseen, and may keep a request waiting for the dispatch.
+        """
         num_steps = self.config.max_decode_steps
         if num_steps == 1 or len(decoding) < len(self._decodable()):
             return False
-        is_awaited = bool(self._waiting) and not self.config.static_batching
-        num_useful = (min if is_awaited else max)(s.num_remaining_tokens for s in decoding)
+        if self._waiting and not self.config.static_batching:
+            num_idle = sum(max(num_steps - s.num_remaining_tokens, 0) for s in self._running)
+            is_useful = num_idle <= MAX_IDLE_SHARE * num_steps * len(self._running)
+        else:
+            is_useful = max(s.num_remaining_tokens for s in decoding) >= num_steps
         return (
-            num_useful >= num_steps
+            is_useful
             and all(s.end_position(num_steps) <= s.regime_tokens for s in decoding)
             and len(self._lacking_pages(decoding, num_steps)) <= self.page_allocator.num_free_pages
         )
+
+    def _move_down(self) -> list[SlotMove]:
+        """Move sequences out of the slots that only a larger decode program than all of them need reaches."""
+        size = self.config.decode_size(len(self._running), 0)
+        moves = []
+        for sequence in self._running:
+            assert sequence.slot is not None
+            if sequence.slot >= size:
+                moves.append(SlotMove(source=sequence.slot, target=heapq.heappop(self._free_slots)))
+                heapq.heappush(self._free_slots, sequence.slot)
+                sequence.slot = moves[-1].target
+        self.stats.num_slot_moves += len(moves)
+        return moves
 
     def _lacking_pages(self, decoding: list[_Sequence], num_steps: int) -> list[_Sequence]:
         """Those of `decoding` that need a page more for `num_steps` decode steps; none needs two."""
@@ -458,6 +485,8 @@ class Scheduler:
         decoding: list[_Sequence],
         num_decode_steps: int,
         chunks: list[PrefillChunk],
+        num_padded_tokens: int,
+        moves: list[SlotMove],
         resets: list[SlotReset],
         appends: list[PageAppend],
     ) -> Schedule:
@@ -471,32 +500,38 @@ class Scheduler:
             sequence.num_future_tokens = end_position + 1
             decode.append((sequence.slot, sequence.request))
         self.stats.num_steps += 1
-        num_decode_slots = self._num_decode_slots(decode, mixed=bool(chunks))
+        bucket, num_decode_slots = self._program_size(decode, chunks, num_padded_tokens)
+        if decode:
+            self.stats.num_decode_steps += num_decode_steps
         self.stats.num_decode_slot_steps += num_decode_slots * num_decode_steps
         schedule = Schedule(
             step_id=step_id,
             zero_pages=tuple(self._zero_pages),
-            deactivate=tuple(sorted(self._deactivate - {reset.slot for reset in resets})),
+            deactivate=tuple(sorted(self._deactivate - {r.slot for r in resets} - {m.target for m in moves})),
+            moves=tuple(moves),
             resets=tuple(resets),
             page_appends=tuple(appends),
             decode=tuple(decode),
             num_decode_slots=num_decode_slots,
             num_decode_steps=num_decode_steps,
             prefill=tuple(chunks),
+            prefill_bucket=bucket,
         )
         self._zero_pages.clear()
         self._deactivate.clear()
         self._in_flight.append(step_id)
         return schedule
 
-    def _num_decode_slots(self, decode: list[tuple[int, Request]], *, mixed: bool) -> int:
-        """Slots that the step's decode rows run over. A mixed program has all."""
+    def _program_size(
+        self, decode: list[tuple[int, Request]], chunks: list[PrefillChunk], num_padded_tokens: int
+    ) -> tuple[int, int]:
+        """(prefill bucket, slots that the decode rows run over) of the step's program; 0 for what it has not."""
+        config = self.config
+        bucket = next(size for size in config.prefill_token_buckets if size >= num_padded_tokens) if chunks else 0
         if not decode:
-            return 0
-        if mixed:
-            return self.config.max_num_seqs
-        highest = max(slot for slot, _ in decode)
-        return next((size for size in self.config.decode_sizes if size > highest), self.config.max_num_seqs)
+            return bucket, 0
+        slots = [slot for slot, _ in decode] + [chunk.slot for chunk in chunks]
+        return bucket, config.decode_size(max(slots) + 1, bucket)
 
     # update()
 

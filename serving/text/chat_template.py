@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ class ChatTemplate:
     A role `developer` is given to templates that do not know it as `system`.
 
     Everything wrong is a RequestError: with the messages, with a model that has no template, and with a template
-    that is broken, refuses the messages, or goes beyond `limits`.
+    that is broken, refuses the messages, goes beyond `limits`, or does not name the tools or documents it is given.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, template: str | None = None, limits: RenderLimits | None = None):
@@ -118,6 +119,10 @@ class ChatTemplate:
                 raise RequestError("continue_final_message", "needs an assistant's message with content at the end")
         name = self._choose_template(has_tools=checked_tools is not None)
         source = self._templates[name]
+        for field, is_given in (("tools", checked_tools is not None), ("documents", checked_documents is not None)):
+            is_used = re.search(rf"\b{field}\b", source) or (field, name) == ("tools", _TOOL_USE)
+            if is_given and not is_used:
+                raise RequestError(field, "are given, and the model's chat template does not use them")
         if "developer" not in source:
             checked = [{**m, "role": "system"} if m["role"] == "developer" else m for m in checked]
 

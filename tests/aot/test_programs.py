@@ -70,7 +70,7 @@ def forms(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def check_memory(compiled: Compiled, model: ModelConfig, config: EngineConfig, *, writes_pages: bool) -> None:
-    state, shards = compiled.state, compiled.state.kv_cache[0].sharding.mesh.shape["tensor"]
+    state, shards = compiled.state, compiled.state.kv_cache[0].pages.sharding.mesh.shape["tensor"]
     analysis = compiled.executable.memory_analysis()
     assert analysis is not None
     print(f"temp {analysis.temp_size_in_bytes / 1e6:.1f} MB, alias {analysis.alias_size_in_bytes / 1e6:.1f} MB")
@@ -88,7 +88,7 @@ def check_memory(compiled: Compiled, model: ModelConfig, config: EngineConfig, *
 
 def num_attention_kernels(compiled: Compiled) -> int:
     """GPU kernels in the program that read a layer's page pool."""
-    num_elements = math.prod(compiled.state.kv_cache[0].shape)
+    num_elements = math.prod(compiled.state.kv_cache[0].pages.shape)
 
     def reads_pool(call: str) -> bool:
         return any(math.prod(map(int, sizes.split(","))) == num_elements for sizes in re.findall(r"\[([\d,]+)\]", call))
@@ -124,3 +124,16 @@ def test_decode_step_over_four_devices_has_two_all_reduces_a_layer_and_one(targe
     assert compiled.num_all_reduces() == 2 * model.num_layers + 1
     others = re.findall(r" (all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(", compiled.text)
     assert not others
+
+
+@pytest.mark.parametrize("target", ["v5e", "v6e", "7x"])
+@pytest.mark.parametrize(
+    ("name", "kernels_a_layer"), [(f"decode({SLOTS}, 1)", 1), ("prefill(2048)", 1), (f"mixed(2048, {SLOTS})", 2)]
+)
+def test_8b_program_over_four_tpus(name: str, kernels_a_layer: int, target: str, llama_8b: ModelConfig) -> None:
+    model = dataclasses.replace(llama_8b, num_layers=2, layer_types=llama_8b.layer_types[:2])
+    config = dataclasses.replace(CONFIG, num_pages=8_000)
+    compiled = compile_for(target, model, config, name, tensor=4)
+    check_memory(compiled, model, config, writes_pages=True)
+    assert compiled.num_all_reduces() == 2 * model.num_layers + 1
+    assert compiled.text.count('custom_call_target="tpu_custom_call"') == kernels_a_layer * model.num_layers

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from configs.checks import ConfigError
-from configs.engine import EngineConfig, MeshConfig
+from configs.engine import EngineConfig, MeshConfig, mixed_decode_sizes
 from configs.load import PRESET_FOLDER, config_text, load_configs
 from configs.run import Configs, RunConfig
 
@@ -72,7 +72,7 @@ def test_the_printed_config_gives_the_same_configs_again(tmp_path):
     configs = load_configs(
         overrides={
             "RunConfig": {"model": 'it\'s a "folder"'},
-            "EngineConfig": {"prefill_token_buckets": (32, 96), "kv_dtype": "float32", "memory_fraction": 0.25},
+            "EngineConfig": {"prefill_token_buckets": (32, 96), "kv_dtype": "int8", "memory_fraction": 0.25},
             "MeshConfig": {"tensor": 4},
         }
     )
@@ -109,7 +109,9 @@ REFUSED_BINDINGS = [
     ("EngineConfig.page_size = None", ["EngineConfig.page_size", "None"]),
     ("EngineConfig.page_size = 0", ["EngineConfig.page_size", "[1, 1024]", "0"]),
     ("EngineConfig.dtype = 'float16'", ["EngineConfig.dtype", "float16", "bfloat16"]),
-    ("EngineConfig.kv_dtype = 'fp8'", ["EngineConfig.kv_dtype", "fp8", "bfloat16"]),
+    ("EngineConfig.kv_dtype = 'fp8'", ["EngineConfig.kv_dtype", "fp8", "float8_e4m3fn"]),
+    ("EngineConfig.kv_scales = 'per_head'", ["EngineConfig.kv_scales", "per_head", "per_token_head"]),
+    ("EngineConfig.kv_scales = 'per_token_head'", ["EngineConfig.kv_scales='per_token_head'", "kv_dtype='auto'"]),
     ("EngineConfig.max_model_len = 1", ["EngineConfig.max_model_len", "1"]),
     ("EngineConfig.prefill_token_buckets = [64, 512]", ["EngineConfig.prefill_token_buckets", "[64, 512]"]),
     ("EngineConfig.prefill_token_buckets = (512, 64)", ["EngineConfig.prefill_token_buckets", "(512, 64)"]),
@@ -230,3 +232,21 @@ def test_only_the_loader_knows_gin():
         if any(name.split(".")[0] == "gin" for name in names):
             users.append(path.name)
     assert users == ["load.py"]
+
+
+def test_scales_of_one_are_refused_for_int8_which_would_round_most_values_to_nothing():
+    assert EngineConfig(kv_dtype="float8_e4m3fn", kv_scales="per_tensor").kv_format == ("float8_e4m3fn", "per_tensor")
+    assert EngineConfig(kv_dtype="int8").kv_format == ("int8", "per_token_head")
+    assert EngineConfig(dtype="float32").kv_format == ("float32", None)
+    with pytest.raises(ConfigError, match=r"EngineConfig\.kv_scales='per_tensor'.*kv_dtype='int8'"):
+        EngineConfig(kv_dtype="int8", kv_scales="per_tensor")
+
+
+def test_smaller_mixed_programs_are_made_where_they_leave_out_one_row_in_eight():
+    sizes = (8, 32, 64, 128, 256)
+    # 512 + 256 rows; without 128 of them 1 in 6 less; without 96 of those 640, 1 in 6.7; without 24 of 544, 1 in 23
+    assert mixed_decode_sizes(sizes, 512) == (32, 128, 256)
+    assert mixed_decode_sizes(sizes, 1024) == (64, 256)
+    assert mixed_decode_sizes(sizes, 4096) == (256,)
+    assert mixed_decode_sizes((256,), 64) == (256,)
+    assert mixed_decode_sizes((1, 2, 4), 4) == (2, 4)  # two slots at least: one decodes, one is prefilled

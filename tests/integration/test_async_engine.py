@@ -50,6 +50,27 @@ def test_many_streams_at_once_each_get_their_own_tokens_in_order(tiny_llm, async
         assert output.finished and len(streamed) == 12
 
 
+def test_chat_streams_what_the_rendered_prompt_gives_and_stats_count_it(tiny_llm, async_engine, monkeypatch):
+    rendered = []
+
+    def render_chat(messages, **template_args):  # the tiny model has no tokenizer, so no template
+        rendered.append((messages, template_args))
+        return [7, 8, 9]
+
+    async def chat():
+        stream = async_engine.chat([{"role": "user", "content": "x"}], GREEDY, add_generation_prompt=False)
+        return [token_id async for delta, _ in stream for token_id in delta.new_token_ids]
+
+    with pytest.raises(RequestError, match="messages: need a chat template, and this model has none"):
+        asyncio.run(chat())
+    num_requests = async_engine.stats()["num_requests"]
+    monkeypatch.setattr(tiny_llm.engine, "render_chat", render_chat)
+    streamed = asyncio.run(chat())
+    assert rendered == [([{"role": "user", "content": "x"}], {"add_generation_prompt": False})]
+    assert async_engine.stats()["num_requests"] == num_requests + 1
+    assert streamed == asyncio.run(collect(async_engine, [7, 8, 9]))[0]
+
+
 def test_leaving_a_stream_early_frees_its_pages_and_disturbs_nobody(tiny_llm, async_engine):
     long = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
 

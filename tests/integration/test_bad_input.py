@@ -8,7 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from serving import RequestError, SamplingParams
+from checkpoints.errors import CheckpointError
+from configs.checks import ConfigError
+from serving import LLM, RequestError, SamplingParams
 
 VOCAB_SIZE, CONTEXT = 301, 96
 GOOD = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -23,6 +25,18 @@ def engine_is_untouched(tiny_llm):
     assert stats["num_running"] == stats["num_waiting"] == 0
     assert stats["num_free_pages"] == stats["num_pages"] - 1
     assert tiny_llm.generate([[1, 2, 3]], GOOD, use_tqdm=False)[0].outputs[0].token_ids == golden
+
+
+@pytest.mark.parametrize("model", [3, None, b"folder", "", " "])
+def test_what_is_no_model_source_is_refused_by_its_value(model):
+    with pytest.raises(ConfigError, match="model") as refusal:
+        LLM(model, show_progress=False)
+    assert repr(model) in str(refusal.value) or model is None
+
+
+def test_a_model_may_be_named_by_a_path(tmp_path):
+    with pytest.raises(CheckpointError, match="nothing"):
+        LLM(tmp_path / "nothing", show_progress=False)
 
 
 def tokens(llm, prompt, **fields):

@@ -125,6 +125,38 @@ def test_three_hundred_requests_equal_their_solo_runs_through_preemption_and_can
     assert num_aborted <= len(cancels)
 
 
+@pytest.mark.slow
+def test_programs_of_several_sizes_give_the_tokens_of_one_size():
+    rng = np.random.default_rng()
+    prompts = [rng.integers(0, 301, int(n)).tolist() for n in rng.integers(1, 17, 8)]
+    # penalties: the dense rows over the vocabulary move with a slot too
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=30, ignore_eos=True)
+    common = {"enable_prefix_caching": False, "prefill_token_buckets": (16,)}
+    expected = make_llm(**common).generate(prompts, params, use_tqdm=False)
+    llm = make_llm(decode_slot_buckets=(1, 4, 8), **common)
+    engine = llm.engine
+    engine.runner.run_empty_steps()  # leaves no trace
+    finished = 0
+    for index, prompt in enumerate(prompts):
+        engine.add(prompt, params, request_id=str(index))
+        for _ in range(2):  # the next prompt is prefilled while those before it decode
+            finished += sum(delta.request_finished for delta in engine.step())
+    while engine.has_work():
+        finished += sum(delta.request_finished for delta in engine.step())
+    assert finished == 8
+    assert engine.scheduler.stats.num_slot_moves > 0
+    for index, output in enumerate(expected):
+        assert engine.collect(str(index)).outputs[0].token_ids == output.outputs[0].token_ids
+    calls = engine.runner.num_calls
+    assert {report.name for report in engine.runner.reports if report.name.startswith("mixed(")} == {
+        "mixed(16, 4)",
+        "mixed(16, 8)",
+    }
+    assert calls["mixed(16, 4)"] >= 3 and calls["mixed(16, 8)"] and calls["mixed(16, 4)"] + calls["mixed(16, 8)"] == 7
+    assert calls["decode(1, 8)"] + calls["decode(1, 1)"] and calls["decode(4, 8)"]
+    assert engine.num_compiles_while_serving == 0
+
+
 def test_decode_logits_do_not_depend_on_the_other_slots():
     """Bitwise: the 20 best log-probs of every step, alone and beside 1, 6 and 7 others (all slots busy)."""
     rng = np.random.default_rng()

@@ -198,7 +198,7 @@ def test_padding_tokens_give_finite_hidden_states_and_padded_vocabulary_is_never
 
 def test_padding_tokens_write_nowhere(program: Program) -> None:
     program(make_inputs(np.random.default_rng(0), [0, 2, 0], [3, 1, 0], 8))
-    for pages in program.kv_cache:
+    for pages, _ in program.kv_cache:
         tokens = np.asarray(pages).transpose(0, 2, 1, 3, 4).reshape(NUM_PAGES * PAGE_SIZE, -1)
         written = set(np.flatnonzero(tokens.any(axis=1)))
         # row 0 has pages from 1, row 1 from 9: positions 0 to 2 and position 2
@@ -218,10 +218,10 @@ def test_pages_are_written_in_place_and_weights_are_not_copied() -> None:
     inputs = make_inputs(np.random.default_rng(0), [0], [1], 1)
     compiled = program.step.lower(program.params, program.kv_cache, inputs).compile()
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= sum(pages.nbytes for pages in program.kv_cache)
+    assert memory.alias_size_in_bytes >= sum(pages.nbytes for pages, _ in program.kv_cache)
     assert memory.temp_size_in_bytes < program.params["layers/0/gate_up/kernel"].nbytes / 2
     compiled(program.params, program.kv_cache, inputs)
-    assert all(pages.is_deleted() for pages in program.kv_cache)
+    assert all(pages.is_deleted() for pages, _ in program.kv_cache)
 
 
 def test_bfloat16_model_stays_near_the_float32_model(program: Program) -> None:

@@ -14,7 +14,7 @@ from serving import LLM, SamplingParams
 TINY = Path(__file__).parents[1] / "data" / "tiny"  # 8 query heads on 2 KV heads: from 4 devices on, KV heads replicate
 
 
-def make_llm(tensor_parallel_size: int) -> LLM:
+def make_llm(tensor_parallel_size: int, kv_dtype: str = "auto") -> LLM:
     return LLM(
         f"dummy:{TINY}",
         dtype="float32",
@@ -25,6 +25,7 @@ def make_llm(tensor_parallel_size: int) -> LLM:
         query_block=16,
         max_decode_steps=1,
         kv_cache_bytes=2**22,
+        kv_dtype=kv_dtype,
         show_progress=False,
     )
 
@@ -48,6 +49,23 @@ def test_every_number_of_devices_gives_the_same_greedy_tokens(capfd):
             # two a block, and one for the embedding's split vocabulary
             assert all_reduces == (0 if size == 1 else 2 * 2 + 1), (size, name, all_reduces)
     assert "rematerialization" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "int8"])
+def test_quantised_pages_and_their_scales_split_as_the_heads_do(kv_dtype):
+    rng = np.random.default_rng(1)  # fixed, as above: a value between two steps of the dtype is such a tie too
+    prompts = [rng.integers(0, 301, int(n)).tolist() for n in (1, 17, 40)]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    tokens = []
+    for size, heads_a_shard in ((1, 2), (2, 1), (4, 1)):
+        llm = make_llm(size, kv_dtype)
+        runner = llm.engine.runner
+        tokens.append([o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)])
+        # of a token: keys and values of 2 layers, 16 numbers of a byte and a scale of four
+        assert runner.ledger.kv_token_bytes == 2 * 2 * heads_a_shard * (16 + 4)
+        assert llm.engine.num_compiles_while_serving == 0
+    assert tokens[0] == tokens[1] == tokens[2]
 
 
 def test_impossible_splits_are_refused_at_start_with_the_reason():

@@ -118,10 +118,10 @@ def run(params: dict[str, np.ndarray], num_shards: int, steps: list[StepInputs],
     for inputs in steps:
         old = kv_cache
         kv_cache, logits = compiled(placed, kv_cache, inputs)
-        assert all(pages.is_deleted() for pages in old)
+        assert all(pages.is_deleted() for pages, _ in old)
         assert logits.sharding.is_fully_replicated
         outs.append(np.asarray(logits))
-    shard = kv_cache[0].addressable_shards[0].data
+    shard = kv_cache[0].pages.addressable_shards[0].data
     assert shard.shape[3] == stored_kv_heads(CONFIG, num_shards) // num_shards
     return outs, compiled, shard.nbytes
 

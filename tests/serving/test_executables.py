@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,10 @@ from serving import LLM, SamplingParams
 from serving.__main__ import main
 from serving.execution.executables import (
     MANIFEST_FILE,
+    MAX_CACHED,
     LoadedProgram,
+    add_to_cache,
+    cache_folder,
     environment,
     file_name,
     load_executables,
@@ -36,6 +40,7 @@ FLAGS = {
     "query_block": 16,
     "max_decode_steps": 2,
     "num_pages": 40,
+    "kv_dtype": "int8",
     "compilation_cache_dir": "",
 }
 PROMPTS = [[3, 1, 4, 1, 5], list(range(20, 60)), [9]]
@@ -146,6 +151,29 @@ def test_a_start_from_executables_compiles_no_program_and_answers_with_the_same_
     assert caplog.messages == [f"{folder}: loaded {num_programs} of {num_programs} programs"]
 
 
+def test_a_cache_keeps_what_an_engine_compiled_and_drops_what_was_not_used_longest(
+    tmp_path: Path, engine_parts: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    values, plan, mesh = engine_parts
+    compiled = make_llm(1, None).engine.runner._compiled
+    folder = cache_folder(tmp_path, values)
+    assert folder != cache_folder(tmp_path, values | {"jax": "0.11.0"})
+    for age in range(MAX_CACHED + 2):
+        other = cache_folder(tmp_path, values | {"num_pages": age})
+        other.mkdir(parents=True)
+        os.utime(other, (10**9 - age, 10**9 - age))
+    add_to_cache(folder, values, plan, compiled, mesh)
+    add_to_cache(folder, values, plan, compiled, mesh)  # in the place of the first
+    assert set(folder.parent.iterdir()) == {
+        folder,
+        *(cache_folder(tmp_path, values | {"num_pages": age}) for age in range(MAX_CACHED - 1)),
+    }
+    assert load_executables(folder, values, plan, mesh).keys() == plan.keys()
+    (tmp_path / "file").write_text("")
+    add_to_cache(cache_folder(tmp_path / "file", values), values, plan, compiled, mesh)
+    assert "executables are not kept" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_start_from_executables_over_four_devices_answers_with_the_same_bits(tmp_path: Path) -> None:
     assert compile_folder(tmp_path / "four", tensor=4) == 0
@@ -158,10 +186,10 @@ def test_a_loaded_program_writes_donated_pages_in_place(folder: Path, engine_par
     values, plan, mesh = engine_parts
     program = load_executables(folder, values, plan, mesh)["zero pages"].compiled
     pools, pages = plan["zero pages"].args
-    cache = tuple(jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding) for x in pools)
-    places = [x.unsafe_buffer_pointer() for x in cache]
-    out = program(cache, np.full(pages.shape, 2, np.int32))
-    assert all(x.is_deleted() for x in cache)
+    cache = jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding), pools)
+    places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache)]
+    out = jax.tree.leaves(program(cache, np.full(pages.shape, 2, np.int32)))
+    assert all(x.is_deleted() for x in jax.tree.leaves(cache))
     assert [x.unsafe_buffer_pointer() for x in out] == places
     assert all((np.asarray(x)[2] == 0).all() and (np.asarray(x)[3] == 1).all() for x in out)
 

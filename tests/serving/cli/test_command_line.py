@@ -16,8 +16,9 @@ import pytest
 
 from checkpoints.errors import CheckpointError
 from configs.engine import EngineConfig, MeshConfig
+from configs.run import RunConfig
 from serving.__main__ import main
-from serving.cli.flags import given_fields
+from serving.cli.flags import field_comments, given_fields
 from serving.cli.parser import build_parser
 from serving.request import (
     CompletionOutput,
@@ -262,7 +263,7 @@ def test_files_bindings_and_flags_reach_the_engine_the_later_winning(tmp_path):
     gin_file.write_text("RunConfig.model = 'from file'\nEngineConfig.page_size = 32\nEngineConfig.max_num_seqs = 2\n")
     flags = ["--gin_file", str(gin_file), "--gin.EngineConfig.max_num_seqs=3", "--gin_param=EngineConfig.seed = 9"]
     flags += ["--gin_bindings", "EngineConfig.max_logprobs = 4", "--page_size=64", "--engine_seed=11"]
-    flags += ["--tensor_parallel_size=2", "--prefill_token_buckets=32,64", "--kv_dtype=none"]
+    flags += ["--tensor_parallel_size=2", "--prefill_token_buckets=32,64", "--kv_dtype=int8"]
     assert run("generate", "--prompt", "a", "--enable_prefix_caching=false", *flags) == 0
     (llm,) = EchoLLM.made
     assert llm.model == "from file"
@@ -272,6 +273,7 @@ def test_files_bindings_and_flags_reach_the_engine_the_later_winning(tmp_path):
         seed=11,
         max_logprobs=4,
         prefill_token_buckets=(32, 64),
+        kv_dtype="int8",
         enable_prefix_caching=False,
     )
     assert llm.mesh_config == MeshConfig(tensor=2)
@@ -281,11 +283,11 @@ def test_every_config_field_and_every_sampling_field_has_a_flag():
     # One value per field that differs from its default and passes the dataclass's checks beside the others.
     values = {
         EngineConfig: {
-            "dtype": "float32", "kv_dtype": "bfloat16", "page_size": 32, "max_model_len": 64,
+            "dtype": "float32", "kv_dtype": "float8_e4m3fn", "page_size": 32, "max_model_len": 64,
             "max_num_seqs": 3, "prefill_token_buckets": (16, 48), "query_block": 16, "max_decode_steps": 4,
             "num_pages": 9, "memory_fraction": 0.5, "enable_prefix_caching": False, "max_logprobs": 2, "seed": 8,
             "compilation_cache_dir": "here", "kv_cache_bytes": None, "decode_slot_buckets": (1, 3),
-            "executables_dir": "there",
+            "executables_dir": "there", "kv_scales": "per_tensor",
         },
         MeshConfig: {"data": 2, "tensor": 3, "expert": 4},
         SamplingParams: {
@@ -472,6 +474,18 @@ def test_flags_may_come_from_a_file_as_absl_reads_it(tmp_path):
     flagfile.write_text("--model=m\n--max_tokens=2\n")
     assert run("generate", f"--flagfile={flagfile}", "--prompt", "abc") == 0
     assert EchoLLM.made[0].calls[0][1].max_tokens == 2
+
+
+def test_every_flag_of_a_config_says_what_it_is_for(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "10000")  # nothing is wrapped
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    text = capsys.readouterr().out
+    for cls in (RunConfig, EngineConfig, MeshConfig, SamplingParams):
+        comments = field_comments(cls)
+        assert comments.keys() == {field.name for field in dataclasses.fields(cls)}
+        for name, comment in comments.items():
+            assert comment and comment in text, (cls, name)
 
 
 def test_help_is_there_and_imports_no_jax():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from configs.engine import mixed_decode_sizes
 from serving.request import FinishReason, Request, RequestStatus, SamplingParams
 from serving.scheduling.config import RopeRegime, SchedulerConfig
 from serving.scheduling.schedule import Schedule
@@ -93,6 +94,9 @@ class FakeRunner:
         for slot in schedule.deactivate:
             if self.rows[slot] is not None:
                 self.rows[slot].is_active = False
+        assert not {m.source for m in schedule.moves} & {m.target for m in schedule.moves}
+        for move in schedule.moves:
+            self.rows[move.target], self.rows[move.source] = self.rows[move.source], None
         for reset in schedule.resets:
             request = reset.request
             state = initial_state = rope_state(config.rope, request.num_prompt_tokens, request.rope_len)
@@ -110,7 +114,8 @@ class FakeRunner:
         for row in self.rows:
             assert row is None or not (row.is_active and row.request.is_finished), "an ended request is still active"
 
-        tokens = np.full((schedule.num_decode_steps, config.max_num_seqs), NO_TOKEN, np.int32)
+        num_rows = schedule.num_decode_slots or config.max_num_seqs
+        tokens = np.full((schedule.num_decode_steps, num_rows), NO_TOKEN, np.int32)
         for chunk in schedule.prefill:  # all K/V is written before anything is read
             row = self.rows[chunk.slot]
             assert row.request is chunk.request and not row.is_active
@@ -257,12 +262,18 @@ class Engine:
         """Promises of a schedule that hold whatever the requests are."""
         config = self.config
         padded = sum(-(-len(c.token_ids) // config.query_block) * config.query_block for c in schedule.prefill)
-        assert padded <= config.max_prefill_tokens
+        bucket = min(size for size in (0, *config.prefill_token_buckets) if size >= padded)
+        assert schedule.prefill_bucket == bucket
         assert schedule.decode or schedule.prefill
         assert schedule.num_decode_steps in (1, config.max_decode_steps)
         assert schedule.num_decode_steps == 1 or not schedule.prefill
         slots = [slot for slot, _ in schedule.decode] + [chunk.slot for chunk in schedule.prefill]
         assert len(set(slots)) == len(slots)
+        if schedule.decode:  # the smallest program there is that holds all of them
+            sizes = mixed_decode_sizes(config.decode_sizes, bucket) if bucket else config.decode_sizes
+            assert schedule.num_decode_slots == min(size for size in sizes if size > max(slots))
+        else:
+            assert schedule.num_decode_slots == 0
         assert not {reset.slot for reset in schedule.resets} & set(schedule.deactivate)
         for request in [r for _, r in schedule.decode] + [c.request for c in schedule.prefill]:
             assert request.status is RequestStatus.RUNNING
@@ -299,7 +310,7 @@ def make_config(**changes) -> SchedulerConfig:
     values = {
         "page_size": 4,
         "num_pages": 65,
-        "max_num_seqs": 4,
+        "decode_sizes": (4,),
         "max_model_len": 128,
         "prefill_token_buckets": (16,),
         "query_block": 4,

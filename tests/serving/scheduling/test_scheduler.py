@@ -55,7 +55,7 @@ def test_running_requests_keep_decoding_while_a_long_prompt_is_prefilled(tools, 
 
 
 def test_waiting_requests_are_admitted_in_order_of_arrival_and_none_jumps_ahead(tools):
-    engine = tools.Engine(tools.make_config(num_pages=13, max_num_seqs=4))  # 12 pages of 4 tokens
+    engine = tools.Engine(tools.make_config(num_pages=13, decode_sizes=(4,)))  # 12 pages of 4 tokens
     engine.add(tools.make_request("first", range(32), max_tokens=8))
     engine.add(tools.make_request("large", range(100, 132), max_tokens=8))
     engine.add(tools.make_request("small", [1, 2], max_tokens=2))  # would fit at once
@@ -133,7 +133,7 @@ def test_a_request_is_not_admitted_where_it_would_be_preempted_in_the_next_step(
 
 
 def test_many_steps_are_dispatched_at_once_only_when_nobody_could_be_admitted(tools):
-    engine = tools.Engine(tools.make_config(max_num_seqs=2, max_decode_steps=4))
+    engine = tools.Engine(tools.make_config(decode_sizes=(2,), max_decode_steps=4))
     engine.add(tools.make_request("a", range(4), max_tokens=40))
     engine.step()
     assert engine.schedules[-1].num_decode_steps == 1  # prefill
@@ -150,7 +150,7 @@ def test_many_steps_are_dispatched_at_once_only_when_nobody_could_be_admitted(to
 
 
 def test_while_a_request_waits_for_a_slot_no_dispatch_goes_past_the_end_of_a_running_one(tools):
-    engine = tools.Engine(tools.make_config(max_num_seqs=2, max_decode_steps=4))
+    engine = tools.Engine(tools.make_config(decode_sizes=(2,), max_decode_steps=4))
     engine.add(tools.make_request("a", range(4), max_tokens=40))
     engine.add(tools.make_request("b", range(10, 14), max_tokens=8))  # 1 from prefill, 4 at once, then 3 single
     engine.add(tools.make_request("c", range(20, 24), max_tokens=8))
@@ -161,12 +161,91 @@ def test_while_a_request_waits_for_a_slot_no_dispatch_goes_past_the_end_of_a_run
     engine.check_outputs()
 
 
+def test_in_a_large_batch_a_waiting_request_does_not_cost_the_others_their_long_dispatches(tools):
+    # 32 slots, dispatches of 4 steps: at most one in 16 of 128 slot steps, eight, may be idle while a request waits.
+    for num_short, num_steps in ((1, 4), (4, 4), (5, 1)):  # an output of 3 is 1 token of prefill and 2 steps; 2 idle
+        config = tools.make_config(decode_sizes=(32,), num_pages=600, prefill_token_buckets=(128,), max_decode_steps=4)
+        engine = tools.Engine(config)
+        for index in range(33):
+            max_tokens = 3 if index < num_short else 40
+            engine.add(tools.make_request(f"r{index}", [index, 1, 2, 3], max_tokens))
+        engine.step()
+        engine.step()
+        assert engine.scheduler.num_waiting == 1
+        assert [schedule.num_decode_steps for schedule in engine.schedules] == [1, num_steps]
+        engine.run()
+        engine.check_outputs()
+
+
+def test_a_slot_about_to_be_free_is_not_kept_from_a_waiting_request_by_a_long_dispatch(tools):
+    engine = tools.Engine(tools.make_config(decode_sizes=(2,), max_decode_steps=4))
+    engine.add(tools.make_request("a", range(4), max_tokens=40))
+    engine.add(tools.make_request("b", range(10, 14), max_tokens=1))  # its only token is in flight at the second step
+    engine.add(tools.make_request("c", range(20, 24), max_tokens=8))
+    for _ in range(3):
+        engine.step()
+    assert [schedule.num_decode_steps for schedule in engine.schedules] == [1, 1, 1]
+    assert [reset.request.request_id for reset in engine.schedules[2].resets] == ["c"]
+    engine.run()
+    engine.check_outputs()
+
+
+def test_long_dispatches_serve_a_full_engine_with_a_queue(tools, rng):
+    """Counts of the steps without prefill while requests wait and 64 slots are busy: nearly all are long ones."""
+    config = tools.make_config(
+        decode_sizes=(64,),
+        page_size=16,
+        num_pages=2000,
+        max_model_len=512,
+        prefill_token_buckets=(64, 256),
+        max_decode_steps=8,
+    )
+    engine = tools.Engine(config, check_interval=50)
+    for index in range(192):  # 250 output tokens in the mean: two of 64 end in eight steps, 8 of 512 slot steps idle
+        engine.add(
+            tools.make_request(f"r{index}", tools.random_prompt(rng, 8), rng.randint(100, 400), max_model_len=512)
+        )
+    num_steps = {1: 0, 8: 0}
+    while engine.step():
+        schedule = engine.schedules[-1]
+        if engine.scheduler.num_waiting and not schedule.prefill:
+            num_steps[schedule.num_decode_steps] += 1
+    print("dispatches of one and of eight steps:", num_steps)
+    assert num_steps[8] > 2 * num_steps[1]
+    engine.check_outputs()
+
+
+def test_a_mixed_step_runs_over_the_smallest_size_that_holds_its_decode_and_prefill_slots(tools):
+    config = tools.make_config(
+        decode_sizes=(1, 2, 8), num_pages=200, prefill_token_buckets=(4, 64), max_decode_steps=1, query_block=4
+    )
+    engine = tools.Engine(config)
+
+    def sizes() -> tuple[int, int]:
+        return engine.schedules[-1].prefill_bucket, engine.schedules[-1].num_decode_slots
+
+    engine.add(tools.make_request("a", range(4), max_tokens=40))
+    engine.step()
+    assert sizes() == (4, 0)
+    engine.add(tools.make_request("b", range(10, 14), max_tokens=40))
+    engine.step()
+    assert sizes() == (4, 2)  # slot 0 decodes, slot 1 is prefilled
+    engine.add(tools.make_request("c", range(20, 50), max_tokens=40))
+    engine.step()
+    assert sizes() == (64, 8)  # 8 slots beside 64 tokens are one row in nine: no smaller program was made
+    engine.step()
+    assert sizes() == (0, 8)
+    engine.run()
+    engine.check_outputs()
+
+
 def test_the_end_of_one_request_does_not_cost_the_others_their_long_dispatches(tools):
-    engine = tools.Engine(tools.make_config(max_num_seqs=2, max_decode_steps=4))
+    engine = tools.Engine(tools.make_config(decode_sizes=(2,), max_decode_steps=4))
     engine.add(tools.make_request("a", range(4), max_tokens=33))
     engine.add(tools.make_request("b", range(10, 14), max_tokens=3))
     engine.run()
     assert [schedule.num_decode_steps for schedule in engine.schedules] == [1] + [4] * 8
+    assert engine.scheduler.stats.num_decode_steps == 32
     engine.check_outputs()
 
 
@@ -399,7 +478,7 @@ def test_without_prefix_caching_nothing_is_found(tools):
 
 
 def test_outputs_stay_right_when_hashes_of_8_bits_collide_all_the_time(tools, rng):
-    engine = tools.Engine(tools.make_config(num_pages=200, max_num_seqs=4))
+    engine = tools.Engine(tools.make_config(num_pages=200, decode_sizes=(4,)))
     engine.scheduler.prefix_cache.hash_fn = lambda data: xxhash.xxh3_128_digest(data)[:1]
     prefixes = [tools.random_prompt(rng, 24) for _ in range(40)]
     for index in range(300):
@@ -412,7 +491,12 @@ def test_outputs_stay_right_when_hashes_of_8_bits_collide_all_the_time(tools, rn
 
 def test_eight_samples_of_one_long_prompt_take_less_than_1_3_times_the_pages_of_one(tools, rng):
     config = tools.make_config(
-        page_size=16, num_pages=1000, max_num_seqs=8, max_model_len=4200, prefill_token_buckets=(512,), query_block=32
+        page_size=16,
+        num_pages=1000,
+        decode_sizes=(8,),
+        max_model_len=4200,
+        prefill_token_buckets=(512,),
+        query_block=32,
     )
     engine = tools.Engine(config)
     prompt = tools.random_prompt(rng, 4096)
@@ -482,7 +566,7 @@ def test_pages_of_dynamically_scaled_prompts_serve_only_prompts_of_equal_length(
 
 @pytest.mark.parametrize("num_requests", [2, 5, 8])
 def test_s31_batches_of_odd_lengths_read_their_own_pages(tools, rng, num_requests):
-    config = tools.make_config(page_size=16, max_num_seqs=8, max_decode_steps=8, max_model_len=256)
+    config = tools.make_config(page_size=16, decode_sizes=(8,), max_decode_steps=8, max_model_len=256)
     engine = tools.Engine(config)
     for index in range(num_requests):
         prompt = tools.random_prompt(rng, 2 * rng.randint(0, 30) + 1)
@@ -496,7 +580,7 @@ def test_s32_after_2000_random_lengths_every_page_is_free_again(tools, rng, page
     config = tools.make_config(
         page_size=page_size,
         num_pages=16 * 72 // page_size,
-        max_num_seqs=16,
+        decode_sizes=(16,),
         prefill_token_buckets=(128,),
         max_decode_steps=min(8, page_size),
     )
@@ -511,7 +595,7 @@ def test_s32_after_2000_random_lengths_every_page_is_free_again(tools, rng, page
 
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_s33_shared_prefixes_around_a_page_boundary_under_eviction_pressure(tools, rng, page_size):
-    config = tools.make_config(page_size=page_size, num_pages=10, max_num_seqs=8, max_model_len=4 * page_size)
+    config = tools.make_config(page_size=page_size, num_pages=10, decode_sizes=(8,), max_model_len=4 * page_size)
     engine = tools.Engine(config)
     prefix = tools.random_prompt(rng, 2 * page_size)
     lengths = (page_size - 1, page_size, page_size + 1, 2 * page_size)
@@ -530,7 +614,7 @@ def test_s33_shared_prefixes_around_a_page_boundary_under_eviction_pressure(tool
 
 @pytest.mark.parametrize("num_children", [1, 3])
 def test_s35_s36_preempted_requests_return_all_of_their_output_once(tools, rng, num_children):
-    engine = tools.Engine(tools.make_config(num_pages=25, max_num_seqs=6))  # 24 pages: two sequences of 48 tokens
+    engine = tools.Engine(tools.make_config(num_pages=25, decode_sizes=(6,)))  # 24 pages: two sequences of 48 tokens
     for index in range(6):
         prompt = tools.random_prompt(rng, 10)
         for child in range(num_children):
@@ -542,7 +626,7 @@ def test_s35_s36_preempted_requests_return_all_of_their_output_once(tools, rng, 
 
 
 def test_s37_a_request_placed_in_a_step_is_not_preempted_in_it(tools, rng):
-    engine = tools.Engine(tools.make_config(num_pages=41, max_num_seqs=13, max_decode_steps=1))
+    engine = tools.Engine(tools.make_config(num_pages=41, decode_sizes=(13,), max_decode_steps=1))
     for index in range(10):
         engine.add(tools.make_request(f"low{index}", tools.random_prompt(rng, 12), max_tokens=60))
     for _ in range(20):
@@ -557,7 +641,7 @@ def test_s37_a_request_placed_in_a_step_is_not_preempted_in_it(tools, rng):
 
 def test_s38_a_stream_of_equals_starves_nobody_and_preempts_nobody_without_end(tools, rng):
     # 30 pages of 4 tokens for up to 8 sequences of 12 pages each: overcommitted threefold.
-    engine = tools.Engine(tools.make_config(num_pages=31, max_num_seqs=8))
+    engine = tools.Engine(tools.make_config(num_pages=31, decode_sizes=(8,)))
     waited: dict[str, int] = {}
     finished: list[int] = []
     for index in range(120):
@@ -595,7 +679,7 @@ def test_s41_500_streams_closed_after_their_first_tokens_leave_full_capacity(too
 
 
 def test_s42_dropped_requests_never_start_or_stop_within_a_step(tools):
-    engine = tools.Engine(tools.make_config(max_num_seqs=1))
+    engine = tools.Engine(tools.make_config(decode_sizes=(1,)))
     running = engine.add(tools.make_request("running", range(4), max_tokens=100))
     queued = [engine.add(tools.make_request(f"queued{index}", range(index, 20), max_tokens=5)) for index in range(5)]
     for _ in range(3):
@@ -632,8 +716,21 @@ def test_s43_a_prompt_of_six_chunks_may_be_dropped_before_or_after_any_of_them(t
 # Static batching, for comparison
 
 
+def test_sequences_left_in_high_slots_move_down_so_that_smaller_programs_do(tools, rng):
+    engine = tools.Engine(tools.make_config(decode_sizes=(2, 8), num_pages=200, prefill_token_buckets=(64,)))
+    for index in range(8):  # the last two outlive the others
+        engine.add(tools.make_request(f"r{index}", tools.random_prompt(rng, 6), max_tokens=6 if index < 6 else 20))
+    engine.run()
+    engine.check_outputs()
+    sizes = [schedule.num_decode_slots for schedule in engine.schedules if schedule.decode]
+    assert sizes == sorted(sizes, reverse=True) and sizes.count(2) >= 3, sizes
+    moves = [move for schedule in engine.schedules for move in schedule.moves]
+    assert sorted(move.source for move in moves) == [6, 7] and sorted(move.target for move in moves) == [0, 1]
+    assert engine.scheduler.stats.num_slot_moves == 2
+
+
 def test_static_batching_admits_only_into_an_empty_engine(tools, rng):
-    engine = tools.Engine(tools.make_config(static_batching=True, max_num_seqs=3))
+    engine = tools.Engine(tools.make_config(static_batching=True, decode_sizes=(3,)))
     for index in range(7):
         engine.add(tools.make_request(f"r{index}", tools.random_prompt(rng, 10), max_tokens=rng.randint(1, 30)))
     admitted = []
@@ -659,7 +756,7 @@ def test_continuous_batching_pays_a_fraction_of_the_slot_steps_of_static_batchin
         config = tools.make_config(
             page_size=16,
             num_pages=700,
-            max_num_seqs=16,
+            decode_sizes=(16,),
             max_model_len=640,
             prefill_token_buckets=(256,),
             max_decode_steps=1,

@@ -11,7 +11,9 @@ from serving.scheduling.config import RopeRegime
     [
         ("page_size", 0),
         ("num_pages", 1),
-        ("max_num_seqs", 0),
+        ("decode_sizes", ()),
+        ("decode_sizes", (0,)),
+        ("decode_sizes", (8, 4)),
         ("max_model_len", 1),
         ("prefill_token_buckets", ()),
         ("prefill_token_buckets", (16, 8)),

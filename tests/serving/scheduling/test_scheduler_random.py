@@ -19,7 +19,7 @@ def random_engine(tools, rng, **changes):
     values = {
         "page_size": page_size,
         "num_pages": min_pages + rng.choice([0, 1, min_pages, 4 * min_pages]),
-        "max_num_seqs": rng.randint(1, 8),
+        "decode_sizes": tuple(sorted({rng.randint(1, 8) for _ in range(rng.choice([1, 1, 3]))})),
         "max_model_len": max_model_len,
         "query_block": query_block,
         "prefill_token_buckets": (query_block * rng.randint(1, 8),),
@@ -117,7 +117,7 @@ def test_under_memory_pressure_every_request_gets_its_solo_output(tools, rng):
             rng,
             page_size=page_size,
             num_pages=min_pages + rng.randint(0, min_pages),
-            max_num_seqs=8,
+            decode_sizes=(8,),
             max_model_len=96,
             max_decode_steps=max_decode_steps,
             query_block=4,

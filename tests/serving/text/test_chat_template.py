@@ -48,11 +48,17 @@ def decode(chat_template, ids):
 @pytest.mark.parametrize("name", RENDERS["renders"])
 def test_templates_render_as_transformers_renders_them(make, name):
     tokens = RENDERS["special_tokens"]
-    chat_template = make((DATA / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8"))
+    source = (DATA / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    chat_template = make(source)
     chat_template._tokenizer.special_tokens.clear()
     chat_template._tokenizer.special_tokens.update(tokens)
     assert len(RENDERS["cases"]) == len(RENDERS["renders"][name]) == 9
     for case, expected in zip(RENDERS["cases"], RENDERS["renders"][name], strict=True):
+        unused = [field for field in ("tools", "documents") if case.get(field) and field not in source]
+        if unused:  # transformers leaves them out without a word
+            with pytest.raises(RequestError, match=f"{unused[0]}: are given"):
+                chat_template.render(**case)
+        case = {field: value for field, value in case.items() if field not in unused}
         if expected is None:
             with pytest.raises(RequestError):
                 chat_template.render(**case)
@@ -200,7 +206,11 @@ def test_a_template_for_tools_is_taken_where_there_is_one(byte_metadata):
     assert chat_template.render(USER, tools=tools) == "tools"
     chat_template.close()
     flag = ChatTemplate(load_tokenizer({**byte_metadata, **named}), template="flag")
-    assert flag.render(USER, tools=tools) == "flag"
+    with pytest.raises(RequestError, match="tools: are given, and the model's chat template does not use them"):
+        flag.render(USER, tools=tools)
+    with pytest.raises(RequestError, match="documents: are given"):
+        flag.render(USER, documents=[{"text": "x"}])
+    assert flag.render(USER, tools=[]) == "flag"
     flag.close()
 
 

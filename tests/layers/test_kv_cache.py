@@ -1,0 +1,80 @@
+"""The page pool with scales: what is made, how it is split, what zeroing a page leaves."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from configs.engine import MeshConfig
+from configs.model import ModelConfig, RopeConfig
+from layers.kv_cache import make_kv_cache, zero_pages
+from sharding.mesh import make_mesh
+
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=31,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    activation="silu",
+    tie_word_embeddings=True,
+    attention_scale=0.25,
+    rope=RopeConfig(rotary_dim=8, max_position_embeddings=64),
+    layer_types=("full_attention", "full_attention"),
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales", "shape"),
+    [
+        (jnp.float32, None, None),
+        (jnp.int8, "per_token_head", (6, 2, 2, 4)),
+        (jnp.float8_e4m3fn, "per_tensor", (2,)),
+    ],
+)
+def test_zeroed_pages_lose_their_own_scales_and_no_others(dtype, scales, shape):
+    mesh = make_mesh(MeshConfig())
+    cache = make_kv_cache(CONFIG, num_pages=6, page_size=4, dtype=dtype, scales=scales, tensor_shards=1, mesh=mesh)
+    assert [(kv.pages.shape, kv.pages.dtype) for kv in cache] == [((6, 2, 4, 2, 8), jnp.dtype(dtype))] * 2
+    assert [None if kv.scales is None else (kv.scales.shape, kv.scales.dtype.name) for kv in cache] == [
+        None if shape is None else (shape, "float32")
+    ] * 2
+    if scales == "per_tensor":
+        assert all((np.asarray(kv.scales) == 1.0).all() for kv in cache)
+    full = jax.tree.map(lambda x: (x * 0 + 3).astype(x.dtype), cache)
+    page_ids = jax.device_put(np.array([1, 4, 4], np.int32), NamedSharding(mesh, PartitionSpec()))
+    with jax.set_mesh(mesh):
+        zeroed = jax.jit(zero_pages)(full, page_ids)
+    for kv in zeroed:
+        for array in (kv.pages, kv.scales):
+            if array is not None and array.ndim > 1:
+                values = np.asarray(array).astype(np.float32)
+                assert (values[[1, 4]] == 0).all() and (values[[0, 2, 3, 5]] == 3).all()
+        if scales == "per_tensor":
+            assert (np.asarray(kv.scales) == 3).all()
+
+
+def test_scales_are_split_as_the_kv_heads_are():
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    cache = make_kv_cache(
+        CONFIG,
+        num_pages=6,
+        page_size=4,
+        dtype=jnp.int8,
+        scales="per_token_head",
+        tensor_shards=2,
+        mesh=make_mesh(MeshConfig(tensor=2)),
+    )
+    for kv in cache:
+        assert kv.scales is not None
+        assert kv.pages.addressable_shards[0].data.shape == (6, 2, 4, 1, 8)
+        assert kv.scales.addressable_shards[0].data.shape == (6, 2, 1, 4)
