@@ -86,7 +86,6 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 
 E4M3 = "float8_e4m3fn"
-JOINT = (("has_joint_copies", True),)
 CHECKS = {
     "d128 g4, sinks": Case(has_sinks=True),
     "d64 g8, sinks, window": Case(head_dim=64, num_groups=8, has_sinks=True, sliding_window=300),
@@ -96,12 +95,8 @@ CHECKS = {
     "g16, 4 queries, page 128": Case(num_groups=16, num_queries=4, num_kv_heads=2, page_size=128),
     "e4m3": Case(kv_dtype=E4M3),
     "e4m3, a scale a token": Case(kv_dtype=E4M3, has_scale_a_token=True),
-    "e4m3, joint copies, page 64, a scale a token, soft cap": Case(
-        kv_dtype=E4M3, page_size=64, has_scale_a_token=True, softcap=20.0, tuning=JOINT
-    ),
-    "e4m3, joint copies, d64 g8, sinks, 2 queries": Case(
-        kv_dtype=E4M3, head_dim=64, num_groups=8, has_sinks=True, num_queries=2, tuning=JOINT
-    ),
+    "e4m3, page 64, a scale a token, soft cap": Case(kv_dtype=E4M3, page_size=64, has_scale_a_token=True, softcap=20.0),
+    "e4m3, d64 g8, sinks, 2 queries": Case(kv_dtype=E4M3, head_dim=64, num_groups=8, has_sinks=True, num_queries=2),
     "int8, d256 g2, a scale a token, page 32": Case(
         kv_dtype="int8", head_dim=256, num_groups=2, has_scale_a_token=True, page_size=32
     ),
@@ -170,22 +165,22 @@ TIMES = {
     "256 x 1024": _of(1024, 256),
     "256 x 1088": _of(1088, 256),
     RAGGED: LARGE(),
+    "128 x 1088": _of(1088, 128),
     "1 x 4096": _of(4096, 1),
     "1 x 131072": _of(131072, 1),
     "128 x 4096 d80": LARGE(head_dim=80),
     "128 x 4096 d96": LARGE(head_dim=96),
-    "128 x 4096 sinks g8": LARGE(num_groups=8, has_sinks=True),
+    "128 x 4096 d64": LARGE(head_dim=64),
+    "64 x 4096 d256": _of(4096, 64, head_dim=256),
+    "128 x 4096 g1": LARGE(num_groups=1),
+    "128 x 4096 g7": LARGE(num_groups=7),
+    "128 x 4096 g8, sinks": LARGE(num_groups=8, has_sinks=True),
+    "128 x 4096 g16": LARGE(num_groups=16),
+    "128 x 4096 g32": LARGE(num_groups=32),
+    "128 x 4096 8 queries": LARGE(num_queries=8),
     "128 x 4096 e4m3": LARGE(kv_dtype=E4M3),
-    "128 x 4096 e4m3, joint copies": LARGE(kv_dtype=E4M3, tuning=JOINT),
-    "128 x 4096 e4m3, joint copies, 3 stages": LARGE(kv_dtype=E4M3, tuning=(*JOINT, ("num_stages", 3))),
     "128 x 4096 e4m3 page 64": LARGE(kv_dtype=E4M3, page_size=64),
-    "128 x 4096 e4m3 page 64, 5 blocks": LARGE(kv_dtype=E4M3, page_size=64, tuning=(("num_blocks", 660),)),
-    "128 x 4096 e4m3 page 64, joint copies": LARGE(kv_dtype=E4M3, page_size=64, tuning=JOINT),
-    "128 x 4096 e4m3 page 64, joint copies, 3 stages": LARGE(
-        kv_dtype=E4M3, page_size=64, tuning=(*JOINT, ("num_stages", 3))
-    ),
     "128 x 4096 e4m3, a scale a token": LARGE(kv_dtype=E4M3, has_scale_a_token=True),
-    "128 x 4096 e4m3, a scale a token, joint copies": LARGE(kv_dtype=E4M3, has_scale_a_token=True, tuning=JOINT),
     "128 x 4096 int8 page 64, a scale a token": LARGE(kv_dtype="int8", page_size=64, has_scale_a_token=True),
     "256 x 1024 e4m3": _of(1024, 256, kv_dtype=E4M3),
     "1 x 4096 e4m3": _of(4096, 1, kv_dtype=E4M3),

@@ -51,22 +51,20 @@ class Tuning:
         save merging.
       is_interpretable: whether quantised values are widened by way of shared memory. Slower; interpret mode supports
         nothing else.
-      has_joint_copies: whether one copy brings the keys and the values of a quantised page; head_dim 64 and 128 only.
     """
 
     num_stages: int
     num_blocks: int
     chunks: tuple[tuple[int, int], ...]
     is_interpretable: bool = False
-    has_joint_copies: bool = False
 
 
 def default_tuning(num_rows: int, num_kv_heads: int, num_columns: int, head_dim: int, dtype: jnp.dtype) -> Tuning:
     """Of a program of `num_rows` rows, `num_columns` query columns a KV head and pages of `dtype`: what an H200 was
     fastest with, or should be.
 
-    Two stages and as many blocks as a multiprocessor has shared memory and registers for, up to 4; chunks of 1,024 keys
-    where rows and heads alone keep the blocks busy, shorter ones where they do not.
+    Two stages and as many blocks as a multiprocessor has shared memory and registers for, up to 4. Rows of up to 2,048 keys
+    whole and longer ones in chunks of 1,024 where rows and heads alone keep the blocks busy, else shorter chunks.
     """
     most = 3  # 168 registers a thread
     if dtype.itemsize == 1:
@@ -75,7 +73,7 @@ def default_tuning(num_rows: int, num_kv_heads: int, num_columns: int, head_dim:
     blocks_per_multiprocessor = min(most, 200 * 1024 // ring_bytes)
     chunks: tuple[tuple[int, int], ...]
     if num_rows * num_kv_heads >= 1024:
-        chunks = ((65536, 1024), (1 << 30, 2048))
+        chunks = ((2048, 2048), (65536, 1024), (1 << 30, 2048))
     elif num_rows * num_kv_heads >= 128:
         chunks = ((2048, 512), (65536, 1024), (1 << 30, 2048))
     else:
@@ -210,13 +208,13 @@ def _attend(
     is_quantised = kv_scales is not None
     is_scaled_by_token = kv_scales is not None and kv_scales.ndim == 4
     is_in_registers = is_quantised and not tuning.is_interpretable
-    is_joint = is_in_registers and tuning.has_joint_copies
     value_parts = _value_parts(head_dim, head_dim)
 
     def body(items, count, table, starts, q, pool, *refs):
         *scales, out, out_max, out_sum = refs[: -len(scratch)]
         shared = dict(zip(scratch, refs[-len(scratch) :], strict=True))
-        q_s, p_s, q_full, k_full = (shared[name] for name in ("q_s", "p_s", "q_full", "k_full"))
+        names = ("q_s", "k_s", "v_s", "p_s", "q_full", "k_full", "v_full")
+        q_s, k_s, v_s, p_s, q_full, k_full, v_full = (shared[name] for name in names)
         block = lax.axis_index("block")
         total = count[0] * num_kv_heads
         to_score = scale
@@ -249,14 +247,10 @@ def _attend(
             """part: 0 keys, and the scales of both, 1 values."""
             first_row = 0 if page_size <= TILE else lax.rem(tile * TILE, jnp.int32(page_size))
             rows = pl.ds(first_row, copy_rows)
-            full = (k_full if part == 0 else shared["v_full"]).at[slot]
+            ring, full = (k_s, k_full.at[slot]) if part == 0 else (v_s, v_full.at[slot])
             for i, page_id in enumerate(ids):
-                if is_joint:
-                    plgpu.copy_gmem_to_smem(pool.at[page_id, :, rows, head], shared["kv_s"].at[slot, i], full)
-                else:
-                    ring = shared["k_s"] if part == 0 else shared["v_s"]
-                    place = ring.at[slot, pl.ds(i * copy_rows, copy_rows)]
-                    plgpu.copy_gmem_to_smem(pool.at[page_id, part, rows, head], place, full)
+                place = ring.at[slot, pl.ds(i * copy_rows, copy_rows)]
+                plgpu.copy_gmem_to_smem(pool.at[page_id, part, rows, head], place, full)
                 if is_scaled_by_token and part == 0:
                     plgpu.copy_gmem_to_smem(scales[0].at[page_id, :, head, rows], shared["scales_s"].at[slot, i], full)
 
@@ -273,13 +267,12 @@ def _attend(
                 @pl.when(stage < num_tiles)
                 def _(stage=stage):
                     copy_tile(0, stage, ids[stage], head, first_tile + stage)
-                    if not is_joint:
-                        copy_tile(1, stage, ids[stage], head, first_tile + stage)
+                    copy_tile(1, stage, ids[stage], head, first_tile + stage)
 
         def scores(slot):
-            keys = shared["kv_s" if is_joint else "k_s"].at[slot]
+            keys = k_s.at[slot]
             if is_in_registers:
-                keys = mosaic_gpu_registers.widened_keys(keys, 0 if is_joint else None)
+                keys = mosaic_gpu_registers.widened_keys(keys)
             elif is_quantised:
                 shared["wide_k_s"][...] = _widened(keys)
                 plgpu.commit_smem()
@@ -369,11 +362,9 @@ def _attend(
                 sum_TN = sum_TN * lax.broadcast_in_dim(rescale_N, s.shape, [1]) + p_in_sum
                 outs = [out * lax.broadcast_in_dim(rescale_N, out.shape, [1]) for out in outs]
 
-                if not is_joint:
-
-                    @pl.when(t + num_stages < num_tiles)
-                    def refill_keys():
-                        copy_tile(0, slot, ids, head, first_tile + t + num_stages)
+                @pl.when(t + num_stages < num_tiles)
+                def refill_keys():
+                    copy_tile(0, slot, ids, head, first_tile + t + num_stages)
 
                 if not is_quantised:
 
@@ -383,11 +374,10 @@ def _attend(
                         copy_tile(1, slot_before, ids_before, head, first_tile + t - 1 + num_stages)
 
                 p_s.T[...] = p.astype(p_s.dtype)
-                if not is_joint:
-                    plgpu.barrier_wait(shared["v_full"].at[slot])
-                values = shared["kv_s" if is_joint else "v_s"].at[slot]
+                plgpu.barrier_wait(v_full.at[slot])
+                values = v_s.at[slot]
                 if is_in_registers:
-                    values = mosaic_gpu_registers.widened_values(values, 1 if is_joint else None)
+                    values = mosaic_gpu_registers.widened_values(values)
                 elif is_quantised:
                     shared["wide_v_s"][...] = _widened(values)
                     values = shared["wide_v_s"]
@@ -397,7 +387,7 @@ def _attend(
 
                     @pl.when(t + num_stages < num_tiles)
                     def refill_values():
-                        copy_tile(0 if is_joint else 1, slot, ids, head, first_tile + t + num_stages)
+                        copy_tile(1, slot, ids, head, first_tile + t + num_stages)
 
                 outs = [out + product for out, product in zip(outs, weighted_values(values), strict=True)]
                 return ids, ids_after, new_max_N, sum_TN, outs
@@ -443,21 +433,16 @@ def _attend(
     transforms = mosaic_gpu_registers.swizzled(head_dim, kv_pages.dtype.itemsize)
     # the two sides of a product are swizzled alike
     product_transforms = mosaic_gpu_registers.swizzled(head_dim, q.dtype.itemsize)
-    if is_joint:
-        shape = (num_stages, num_copies, 2, copy_rows, head_dim)
-        rings = dict(kv_s=plgpu.SMEM(shape, kv_pages.dtype, transforms=transforms))
-    else:
-        ring = plgpu.SMEM((num_stages, TILE, head_dim), kv_pages.dtype, transforms=transforms)
-        rings = dict(k_s=ring, v_s=ring)
+    ring = plgpu.SMEM((num_stages, TILE, head_dim), kv_pages.dtype, transforms=transforms)
     scratch: dict[str, Any] = dict(
         q_s=plgpu.SMEM((num_columns, head_dim), q.dtype, transforms=product_transforms),
-        **rings,
+        k_s=ring,
+        v_s=ring,
         p_s=plgpu.SMEM((num_columns, TILE), q.dtype, transforms=product_transforms),
         q_full=plgpu.Barrier(),
         k_full=plgpu.Barrier(num_arrivals=num_copies * (1 + is_scaled_by_token), num_barriers=num_stages),
+        v_full=plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages),
     )
-    if not is_joint:
-        scratch["v_full"] = plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages)
     if is_scaled_by_token:
         scratch["scales_s"] = plgpu.SMEM((num_stages, num_copies, 2, copy_rows), jnp.float32)
     if is_quantised and tuning.is_interpretable:

@@ -43,25 +43,17 @@ def _swizzle(row: ir.Value, row_bytes: int) -> ir.Value:
 
 
 class _Tile:
-    """A swizzled tile of 64 rows of 8-bit values in shared memory: [64, width], or part 0 or 1 of [copies, 2, rows a copy,
-    width]."""
+    """A swizzled tile [64, width] of 8-bit values in shared memory."""
 
-    def __init__(self, ref: ir.Value, part: int | None):
-        *copies, row_tiles, self.column_tiles, _, self.row_bytes = ir.MemRefType(ref.type).shape
+    def __init__(self, ref: ir.Value):
+        _, self.column_tiles, _, self.row_bytes = ir.MemRefType(ref.type).shape
         self.chunks_per_row = self.row_bytes // 16
-        self.rows_per_copy = row_tiles * 8
         self.row_tile_bytes = self.column_tiles * 8 * self.row_bytes
-        piece_bytes = row_tiles * self.row_tile_bytes
-        self.copy_bytes = 2 * piece_bytes if copies else 0
-        pointer = llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
-        self.pointer = arith.addi(pointer, _i32(piece_bytes)) if part else pointer
+        self.pointer = llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
 
     def lane_address(self, row: ir.Value, low_chunk: ir.Value) -> ir.Value:
         """Of the thread's row and 16-byte chunk, before a constant even chunk is XORed in."""
         of_tile = arith.muli(arith.shrui(row, _i32(3)), _i32(self.row_tile_bytes))
-        if self.copy_bytes:  # between a copy's rows and the next one's lies the other part
-            of_other = arith.muli(arith.divui(row, _i32(self.rows_per_copy)), _i32(self.copy_bytes // 2))
-            of_tile = arith.addi(of_tile, of_other)
         of_row = arith.muli(arith.andi(row, _i32(7)), _i32(self.row_bytes))
         chunk = arith.xori(low_chunk, _swizzle(row, self.row_bytes))
         return arith.addi(arith.addi(of_tile, of_row), arith.shli(chunk, _i32(4)))
@@ -70,8 +62,7 @@ class _Tile:
         """Four matrices; `row` (a multiple of 32) and `chunk` (whose bits no thread's own chunk has) are constants."""
         i32 = ir.IntegerType.get_signless(32)
         column_tile, chunk = divmod(chunk, self.chunks_per_row)
-        copy, row = divmod(row, self.rows_per_copy)
-        constant = copy * self.copy_bytes + row // 8 * self.row_tile_bytes + column_tile * 8 * self.row_bytes
+        constant = row // 8 * self.row_tile_bytes + column_tile * 8 * self.row_bytes
         address = arith.xori(lane_address, _i32(chunk * 16)) if chunk else lane_address
         address = arith.addi(self.pointer, arith.addi(address, _i32(constant)))
         words = nvvm.ldmatrix(
@@ -118,7 +109,7 @@ def _lane_and_warp() -> tuple[ir.Value, ir.Value]:
     return arith.andi(utils.thread_idx(), _i32(31)), arith.andi(utils.warp_idx(), _i32(3))
 
 
-def widened_keys(ref, part: int | None) -> jax.Array:
+def widened_keys(ref) -> jax.Array:
     """A `_Tile` of 8-bit values -> [64, width] float16, columns in the order of `order_like_widened_keys`."""
     width = ref.shape[-1]
 
@@ -127,7 +118,7 @@ def widened_keys(ref, part: int | None) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((64, width), jnp.float16, layout=plgpu.Layout.WGMMA),
     )
     def widen(_, ref):
-        tile, (lane, warp) = _Tile(ref, part), _lane_and_warp()
+        tile, (lane, warp) = _Tile(ref), _lane_and_warp()
         row = arith.addi(arith.muli(warp, _i32(16)), arith.andi(lane, _i32(15)))
         address = tile.lane_address(row, arith.shrui(lane, _i32(4)))
         words = np.empty((1, width // 8, 2), object)
@@ -147,7 +138,7 @@ def order_like_widened_keys(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 4, 2, 2), -3, -2).reshape(x.shape)
 
 
-def widened_values(ref, part: int | None) -> jax.Array:
+def widened_values(ref) -> jax.Array:
     """A `_Tile` of 8-bit values -> [width, 64] float16, rows in the order that `store_in_order` undoes."""
     width = ref.shape[-1]
 
@@ -156,7 +147,7 @@ def widened_values(ref, part: int | None) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((width, 64), jnp.float16, layout=plgpu.Layout.WGMMA),
     )
     def widen(_, ref):
-        tile, (lane, warp) = _Tile(ref, part), _lane_and_warp()
+        tile, (lane, warp) = _Tile(ref), _lane_and_warp()
         address = tile.lane_address(lane, warp)
         words = np.empty((width // 64, 8, 2), object)
         for group in range(width // 64):

@@ -138,19 +138,15 @@ def operand(words: np.ndarray) -> np.ndarray:
     return out
 
 
-def swizzled_tile(tile: np.ndarray, num_copies: int | None, part: int, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """The tile as one copy leaves it, or as `part` of `num_copies` copies of two parts."""
+def swizzled_tile(tile: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """The tile as copies leave it."""
     rows, width = tile.shape
     row_bytes = min(128, width)
     row, column = np.indices(tile.shape)
     memref_shape = (rows // 8, width // row_bytes, 8, row_bytes)
-    if num_copies is not None:
-        copy, row = np.divmod(row, rows // num_copies)
-        row = (copy * 2 + part) * (rows // num_copies) + row
-        memref_shape = (num_copies, 2, rows // 8 // num_copies, *memref_shape[1:])
     address = ((row // 8 * (width // row_bytes) + column // row_bytes) * 8 + row % 8) * row_bytes + column % row_bytes
     address ^= ((address >> 7) & (row_bytes // 16 - 1)) << 4
-    content = np.zeros((2 * rows, width), tile.dtype)
+    content = np.zeros_like(tile)
     content.reshape(-1)[address] = tile
     return Machine(content, memref_shape, monkeypatch)
 
@@ -176,26 +172,20 @@ def random_tile(dtype, width: int) -> np.ndarray:
 
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])
-@pytest.mark.parametrize(("num_copies", "part"), [(None, 0), (1, 1), (2, 0), (4, 1), (8, 0)])
-def test_keys_come_widened_in_the_order_of_the_queries(
-    dtype, width: int, num_copies: int | None, part: int, monkeypatch
-) -> None:
+def test_keys_come_widened_in_the_order_of_the_queries(dtype, width: int, monkeypatch) -> None:
     tile = random_tile(dtype, width)
     order = np.asarray(registers.order_like_widened_keys(jnp.arange(width)))
     assert sorted(order) == list(range(width))
-    out = operand(registers.widened_keys(swizzled_tile(tile, num_copies, part, monkeypatch).ref, num_copies and part))
+    out = operand(registers.widened_keys(swizzled_tile(tile, monkeypatch).ref))
     np.testing.assert_array_equal(out, tile.astype(np.float16)[:, order])
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])
-@pytest.mark.parametrize(("num_copies", "part"), [(None, 0), (1, 1), (2, 0), (4, 1), (8, 0)])
-def test_values_come_widened_in_the_order_that_the_store_undoes(
-    dtype, width: int, num_copies: int | None, part: int, monkeypatch
-) -> None:
+def test_values_come_widened_in_the_order_that_the_store_undoes(dtype, width: int, monkeypatch) -> None:
     tile = random_tile(dtype, width)
     layout = registers._NEIGHBOURS.to_mgpu()
-    out = operand(registers.widened_values(swizzled_tile(tile, num_copies, part, monkeypatch).ref, num_copies and part))
+    out = operand(registers.widened_values(swizzled_tile(tile, monkeypatch).ref))
     # where the store puts what register (group, 0, half) of a thread holds, of a product of 8 columns
     places = in_tiles(np.arange(width * 8).reshape(width, 8), layout.tiling.tiles)
     assert (layout.warp_dims, layout.lane_dims, layout.vector_dim) == ((-7,), (-5, -2), -1)
