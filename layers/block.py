@@ -15,11 +15,12 @@ from layers.kv_cache import LayerKV, kv_specs
 from layers.linear import Linear
 from layers.norm import RMSNorm
 from layers.params import ParamSpecs
+from layers.rope import rotate
 from layers.step_inputs import AttentionRows
-from pallas_kernels.kv_page_write import rotate_and_write_kv
+from pallas_kernels.kv_page_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
 from sharding.param_spec import KV_HEADS
-from sharding.placement import mesh_of, partition_spec
+from sharding.placement import device_kind_of, mesh_of, partition_spec
 
 ACTIVATION: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -27,36 +28,25 @@ ACTIVATION: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 
-HEADS_AXES = (None, KV_HEADS, None, None)  # [T, K, G + 2, H] and [T, K, G, H]
+QUERY_AXES = (None, KV_HEADS, None, None)  # [T, K, G, H]
+KEY_AXES = (None, KV_HEADS, None)  # [T, K, H]
 
 
 def write_and_attend(
-    qkv: jax.Array,
-    q_weight: jax.Array | None,
-    k_weight: jax.Array | None,
-    rope: tuple[jax.Array, jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
     layer_kv: LayerKV[jax.Array],
     kv_indices: jax.Array,
     rows: tuple[AttentionRows, ...],
     *,
-    eps: float,
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
+    device_kind: str | None,
 ) -> tuple[LayerKV[jax.Array], jax.Array]:
-    """From the QKV product [T, K, G + 2, H]: write keys and values to pages, then attend with the
-    queries -> (layer_kv, out [T, K, G, H])."""
-    q, pages, scales = rotate_and_write_kv(
-        qkv,
-        *rope,
-        layer_kv.pages,
-        kv_indices,
-        layer_kv.scales,
-        q_weight=q_weight,
-        k_weight=k_weight,
-        eps=eps,
-    )
-    layer_kv = LayerKV(pages, scales)
+    """Write k, v [T, K, H] to pages, then attend with q [T, K, G, H] -> (layer_kv, out [T, K, G, H])."""
+    layer_kv = LayerKV(*write_kv(layer_kv.pages, k, v, kv_indices, layer_kv.scales))
     outs = []
     start = 0
     for group in rows:
@@ -71,6 +61,7 @@ def write_and_attend(
             kv_scales=layer_kv.scales,
             sliding_window=sliding_window,
             softcap=softcap,
+            device_kind=device_kind,
         )
         outs.append(out.reshape(-1, *q.shape[1:]))
         start += group.num_tokens
@@ -125,25 +116,27 @@ class Block(nnx.Module):
     ) -> tuple[LayerKV[jax.Array], jax.Array]:
         """x [T, D] -> (layer_kv, [T, D])."""
         config = self.config
-        # for each KV head its query heads, its key and its value
-        qkv = self.qkv(x)
-        norms = (self.q_norm, self.k_norm)
-        q_weight, k_weight = (None if norm is None else norm.weight.get_value() for norm in norms)
+        qkv = self.qkv(x)  # [T, K, G + 2, H]: for each KV head its query heads, its key and its value
+        turning, v = qkv[:, :, :-1], qkv[:, :, -1]
+        if self.q_norm is not None and self.k_norm is not None:
+            turning = jnp.concatenate([self.q_norm(turning[:, :, :-1]), self.k_norm(turning[:, :, -1:])], axis=2)
+        turned = rotate(turning, *rope)
+        q, k = turned[:, :, :-1], turned[:, :, -1]
         local = functools.partial(
             write_and_attend,
-            eps=config.rms_norm_eps,
             scale=config.attention_scale,
             sliding_window=self.sliding_window,
             softcap=config.attn_logit_softcap,
+            device_kind=device_kind_of(layer_kv.pages),
         )
-        heads, whole = partition_spec(HEADS_AXES), PartitionSpec()
+        query, key, pool = partition_spec(QUERY_AXES), partition_spec(KEY_AXES), kv_specs(layer_kv)
         layer_kv, out = jax.shard_map(
             local,
             mesh=mesh_of(layer_kv.pages),
-            in_specs=(heads, whole, whole, whole, kv_specs(layer_kv), whole, whole),
-            out_specs=(kv_specs(layer_kv), heads),
+            in_specs=(query, key, key, pool, PartitionSpec(), PartitionSpec()),
+            out_specs=(pool, query),
             check_vma=False,  # kernels know no mesh, and loop carries that start as constants would be refused
-        )(qkv, q_weight, k_weight, rope, layer_kv, kv_indices, rows)
+        )(q, k, v, layer_kv, kv_indices, rows)
         return layer_kv, self.o(out)
 
     def mlp(self, x: jax.Array) -> jax.Array:

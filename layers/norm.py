@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from layers.params import ParamSpecs, make_param
-from pallas_kernels.kv_page_write.reference import rms_norm
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x**2) + eps) * weight over the last axis: float32 inside, x's dtype out."""
+    x32 = x.astype(jnp.float32)  # the mean of squares of bfloat16 values needs more than their 8 bits
+    mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+    return (x32 * lax.rsqrt(mean_square + eps) * weight).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):

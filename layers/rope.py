@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, RoFormer): tables of cos and sin.
+"""Rotary position embedding (Su et al. 2021, RoFormer): tables of cos and sin, and the rotation.
 
 Dims i and i + rotary_dim / 2 of a head turn together by position * frequency[i]; dims past `rotary_dim` stay.
 The ways of stretching the context change the frequencies, and yarn and longrope also scale cos and sin.
@@ -101,3 +101,13 @@ def rope_tables(rope: RopeConfig, positions: jax.Array, rope_lens: jax.Array) ->
     angles = positions.astype(jnp.float32)[:, None] * frequencies
     scale = attention_factor(rope)
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turn the heads of x [T, ..., H] by the tables' angles; float32 inside, x's dtype out."""
+    half = cos.shape[-1]
+    over_heads = (slice(None), *(None,) * (x.ndim - 2), slice(None))
+    cos, sin = cos[over_heads], sin[over_heads]
+    first, second = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([t.astype(x.dtype) for t in turned] + [x[..., 2 * half :]], axis=-1)

@@ -44,6 +44,12 @@ def mesh_of(array: jax.Array) -> AbstractMesh:
     return mesh
 
 
+def device_kind_of(array: jax.Array) -> str | None:
+    """`jax.Device.device_kind` of the mesh in the type of an array: the same for a described device as for a real one."""
+    device = mesh_of(array).abstract_device
+    return None if device is None else device.device_kind
+
+
 def sum_over_shards(
     f: Callable[..., jax.Array],
     axes: tuple[str | None, ...],

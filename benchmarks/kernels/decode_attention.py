@@ -217,8 +217,8 @@ class Timing:
     def lower(self) -> jax.stages.Lowered:
         return jax.jit(self.chain).lower(*jax.eval_shape(self.arrays))
 
-    def run(self, compiled) -> None:
-        arrays = jax.block_until_ready(self.arrays())
+    def seconds(self, compiled, arrays) -> float:
+        """Of one call of the chain."""
         jax.block_until_ready(compiled(*arrays))
         times_s = []
         for _ in range(7):
@@ -227,7 +227,10 @@ class Timing:
                 out = compiled(*arrays)
             jax.block_until_ready(out)
             times_s.append((time.perf_counter() - begin) / 3 / self.calls)
-        seconds = statistics.median(times_s)
+        return statistics.median(times_s)
+
+    def run(self, compiled) -> None:
+        seconds = self.seconds(compiled, jax.block_until_ready(self.arrays()))
         num_keys = int((case_starts(self.name, self.case) + self.case.num_queries).sum())
         value_bytes = jnp.dtype(self.case.kv_dtype).itemsize
         num_bytes = num_keys * 2 * self.case.num_kv_heads * self.case.head_dim * value_bytes

@@ -162,9 +162,42 @@ class Work:
     def default_tuning(self) -> Tuning:
         return default_tuning(self.head_dim, is_quantised=self.kv_scales is not None)
 
+    def program(self, tuning: Tuning, sliding_window: int | None = None):
+        @jax.jit
+        def program(qs, kv_pages, table, starts, lengths, kv_scales):
+            options = dict(scale=self.head_dim**-0.5, sliding_window=sliding_window, tuning=tuning)
+            arrays = (kv_pages, table, starts, lengths, kv_scales)
+            return [mosaic_gpu_prefill.paged_attention(q, *arrays, **options) for q in qs]
+
+        return program
+
+    def arrays(self, query_block: int, num_sequences: int, num_before: int) -> tuple[Any, ...]:
+        """Of the program: `num_sequences` that share CHUNK new tokens evenly, over `num_before` keys each."""
+        num_rows = CHUNK // query_block
+        shape = (num_rows, query_block, self.num_kv_heads, self.num_groups, self.head_dim)
+        # different queries, or XLA would merge the calls
+        qs = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(self.calls)]
+        rows_each = num_rows // num_sequences
+        starts = num_before + query_block * (np.arange(num_rows, dtype=np.int32) % rows_each)
+        lengths = np.full(num_rows, query_block, np.int32)
+        pages_each = self.num_pages // num_sequences
+        table = np.zeros((num_rows, self.num_pages), np.int32)
+        own = self.permutation[: num_sequences * pages_each].reshape(num_sequences, pages_each)
+        table[:, :pages_each] = np.repeat(own, rows_each, axis=0)
+        return jax.device_put((qs, self.kv_pages, table, starts, lengths, self.kv_scales))
+
+    def seconds(self, program, arrays) -> float:
+        """Of one of the program's calls."""
+        jax.block_until_ready(program(*arrays))
+        times_s = []
+        for _ in range(7):
+            begin = time.perf_counter()
+            jax.block_until_ready([program(*arrays) for _ in range(3)])
+            times_s.append((time.perf_counter() - begin) / 3 / self.calls)
+        return statistics.median(times_s)
+
     def time(self, tuning: Tuning, query_block: int, *cases: tuple[str, int, int], sliding_window=None) -> None:
         """cases: (name, number of sequences that share CHUNK new tokens evenly, keys before each one's new tokens)."""
-        num_rows = CHUNK // query_block
         label = dict(
             heads=self.num_kv_heads * self.num_groups,
             d=self.head_dim,
@@ -174,33 +207,12 @@ class Work:
             kv=self.kv_dtype,
             tuning=dataclasses.asdict(tuning),
         )
-        shape = (num_rows, query_block, self.num_kv_heads, self.num_groups, self.head_dim)
         try:
-            # different queries, or XLA would merge the calls
-            qs = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(self.calls)]
-
-            @jax.jit
-            def program(qs, kv_pages, table, starts, lengths, kv_scales):
-                options = dict(scale=self.head_dim**-0.5, sliding_window=sliding_window, tuning=tuning)
-                arrays = (kv_pages, table, starts, lengths, kv_scales)
-                return [mosaic_gpu_prefill.paged_attention(q, *arrays, **options) for q in qs]
-
+            program = self.program(tuning, sliding_window)
             for name, num_sequences, num_before in cases:
-                rows_each = num_rows // num_sequences
-                starts = num_before + query_block * (np.arange(num_rows, dtype=np.int32) % rows_each)
-                lengths = np.full(num_rows, query_block, np.int32)
-                pages_each = self.num_pages // num_sequences
-                table = np.zeros((num_rows, self.num_pages), np.int32)
-                own = self.permutation[: num_sequences * pages_each].reshape(num_sequences, pages_each)
-                table[:, :pages_each] = np.repeat(own, rows_each, axis=0)
-                arrays = jax.device_put((qs, self.kv_pages, table, starts, lengths, self.kv_scales))
-                jax.block_until_ready(program(*arrays))
-                times_s = []
-                for _ in range(7):
-                    begin = time.perf_counter()
-                    jax.block_until_ready([program(*arrays) for _ in range(3)])
-                    times_s.append((time.perf_counter() - begin) / 3 / self.calls)
-                seconds = statistics.median(times_s)
+                arrays = self.arrays(query_block, num_sequences, num_before)
+                seconds = self.seconds(program, arrays)
+                starts = np.asarray(arrays[3])
                 num_keys = (starts[:, None] + np.arange(query_block)[None, :] + 1).astype(np.int64)
                 if sliding_window is not None:
                     num_keys = np.minimum(num_keys, sliding_window)

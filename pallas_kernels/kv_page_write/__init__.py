@@ -1,5 +1,5 @@
 """Writing new keys and values into pages."""
 
-from pallas_kernels.kv_page_write.api import rotate_and_write_kv, write_kv
+from pallas_kernels.kv_page_write.api import write_kv
 
-__all__ = ["rotate_and_write_kv", "write_kv"]
+__all__ = ["write_kv"]

@@ -1,84 +1,66 @@
-"""The contracts of the page write. `write_kv` has one implementation; `rotate_and_write_kv` chooses by name."""
+"""The contract of the page write, and its one implementation: an XLA scatter, in place on every backend."""
 
 from __future__ import annotations
-
-import functools
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.kv_page_write import reference, triton_gpu
-from pallas_kernels.kv_page_write.reference import write_kv
+from pallas_kernels.kv_page_write import xla_tpu
 
-__all__ = ["rotate_and_write_kv", "write_kv"]
-
-Result = tuple[jax.Array, jax.Array, jax.Array | None]
-IMPLEMENTATIONS: Mapping[str, Callable[..., Result]] = MappingProxyType(
-    {"reference": reference.rotate_and_write_kv, "triton_gpu": triton_gpu.rotate_and_write_kv}
-)
+LEAST_SCALE = 1e-12  # of a token's head of zeros
 
 
-def rotate_and_write_kv(
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    kv_pages: jax.Array,
-    kv_indices: jax.Array,
-    kv_scales: jax.Array | None = None,
-    *,
-    q_weight: jax.Array | None = None,
-    k_weight: jax.Array | None = None,
-    eps: float = 0.0,
-    num_columns: int | None = None,
-    implementation: str | None = None,
-) -> Result:
-    """From the QKV product to queries for attention, with keys and values written to pages.
-
-    Norm of query and key heads, rotation, then `write_kv`. In place where `kv_pages` and `kv_scales` are donated.
+def write_kv(
+    kv_pages: jax.Array, k: jax.Array, v: jax.Array, kv_indices: jax.Array, kv_scales: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Put the keys and values of T tokens into the pool. In place where `kv_pages` and `kv_scales` are donated.
 
     Args:
-      qkv: [T, K, G + 2, H], bfloat16 or float32: for each KV head its G query heads, its key and its value.
-      cos, sin: [T, rotary_dim / 2] float32, rotary_dim <= H; dims i and i + rotary_dim / 2 of a head turn together.
-      kv_pages, kv_indices, kv_scales: as `write_kv` takes them.
-      q_weight, k_weight: [H] float32 of the norms of query and key heads; both or neither.
-      eps: of these norms.
-      num_columns: query heads of the result; those past G are zeros. None: G.
-      implementation: "reference", "triton_gpu" (NVIDIA), or None: the kernel on the platforms that have one.
+      kv_pages: [num_pages, 2, page_size, K, H].
+      k: [T, K, H], rotated keys; cast to the pool's dtype, or quantised where that is float8_e4m3fn or int8.
+      v: [T, K, H].
+      kv_indices: [T] int32, page_id * page_size + offset of each token. Those within the pool differ;
+        padding tokens have one past the pool and are dropped.
+      kv_scales: float32 for quantised pools, as `paged_attention` takes them. [2]: values are divided by them, and those
+        outside the dtype's range become its largest. [num_pages, 2, K, page_size]: each token and head gets its own,
+        its largest magnitude over the dtype's largest value.
 
     Returns:
-      (q [T, K, num_columns, H] in qkv's dtype, kv_pages, kv_scales).
+      (kv_pages, kv_scales) with the tokens written.
 
-    Raises ValueError on an unknown implementation, shapes and dtypes that do not fit, and as `write_kv` does.
+    Raises ValueError on shapes that do not fit, and on scales without a quantised pool or the reverse.
     """
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"rotate_and_write_kv implementation must be one of {sorted(IMPLEMENTATIONS)}: {implementation!r}"
-        )
-    if qkv.ndim != 4 or qkv.shape[2] < 3 or qkv.dtype not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"qkv must be bfloat16 or float32 [T, K, G + 2, H]: {qkv.dtype}{list(qkv.shape)}")
-    num_tokens, num_kv_heads, num_heads, head_dim = qkv.shape
-    if kv_pages.ndim != 5 or kv_pages.shape[3:] != (num_kv_heads, head_dim) or kv_indices.shape != (num_tokens,):
-        raise ValueError(f"qkv {qkv.shape} does not fit kv_pages {kv_pages.shape} or kv_indices {kv_indices.shape}")
-    reference.check_scales(kv_pages, kv_scales)
-    half = cos.shape[-1]
-    if cos.shape != (num_tokens, half) or sin.shape != cos.shape or not 0 < 2 * half <= head_dim:
-        raise ValueError(f"cos {cos.shape} and sin {sin.shape} must be [T, rotary_dim / 2] for qkv {qkv.shape}")
-    if (q_weight is None) != (k_weight is None):
-        raise ValueError("q_weight and k_weight must be given both or neither")
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        if weight is not None and (weight.shape != (head_dim,) or weight.dtype != jnp.float32):
-            raise ValueError(f"{name} must be float32[{head_dim}]: {weight.dtype}{list(weight.shape)}")
-    num_columns = num_heads - 2 if num_columns is None else num_columns
-    if num_columns < num_heads - 2:
-        raise ValueError(f"num_columns must be at least the {num_heads - 2} query heads of qkv: {num_columns}")
-    arrays = (qkv, cos, sin, kv_pages, kv_indices, kv_scales, q_weight, k_weight)
+    num_pages, _, page_size, num_kv_heads, head_dim = kv_pages.shape
+    expected = (kv_indices.shape[0], num_kv_heads, head_dim)
+    if k.shape != expected or v.shape != expected:
+        raise ValueError(f"k {k.shape} and v {v.shape} must be {expected} for kv_pages {kv_pages.shape}")
+    pages, offsets = kv_indices // page_size, kv_indices % page_size
+    new_T2KH = jnp.stack([k, v], axis=1)
+    if kv_pages.dtype.itemsize == 1:
+        shapes = ((2,), (num_pages, 2, num_kv_heads, page_size))
+        if kv_scales is None or kv_scales.shape not in shapes:
+            found = None if kv_scales is None else kv_scales.shape
+            raise ValueError(f"kv_scales must have one of the shapes {shapes} for {kv_pages.dtype} pages: {found}")
+        new_T2KH = new_T2KH.astype(jnp.float32)
+        largest = _largest(kv_pages.dtype)
+        if kv_scales.ndim == 1:
+            scales = kv_scales[:, None]
+        else:
+            scales = jnp.maximum(jnp.abs(new_T2KH).max(-1) / largest, LEAST_SCALE)  # [T, 2, K]
+            kv_scales = kv_scales.at[pages, :, :, offsets].set(scales, mode="drop", unique_indices=True)
+        new_T2KH = jnp.clip(new_T2KH / scales[..., None], -largest, largest)
+        if kv_pages.dtype == jnp.int8:
+            new_T2KH = jnp.round(new_T2KH)
+    elif kv_scales is not None:
+        raise ValueError(f"kv_scales belong to quantised pages; kv_pages are {kv_pages.dtype}")
 
-    def run(name: str) -> Callable[..., Result]:
-        return functools.partial(IMPLEMENTATIONS[name], eps=eps, num_columns=num_columns)
+    def set_tokens(kv_pages: jax.Array, new_T2KH: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
+        return kv_pages.at[pages, :, offsets].set(new_T2KH, mode="drop", unique_indices=True)
 
-    if implementation is not None:
-        return run(implementation)(*arrays)
-    return lax.platform_dependent(*arrays, cuda=run("triton_gpu"), default=run("reference"))
+    arrays = (kv_pages, new_T2KH.astype(kv_pages.dtype), pages, offsets)
+    return lax.platform_dependent(*arrays, tpu=xla_tpu.set_tokens, default=set_tokens), kv_scales
+
+
+def _largest(dtype: jnp.dtype) -> float:
+    return float(jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max)

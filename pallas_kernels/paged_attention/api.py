@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.paged_attention import mosaic_gpu_decode, mosaic_gpu_prefill, mosaic_tpu, reference
+from pallas_kernels.paged_attention.tuning import measured_tuning
 
 QUANTISED = frozenset({jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8)})
 
@@ -37,6 +38,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     implementation: str | None = None,
+    device_kind: str | None = None,
 ) -> jax.Array:
     """Causal grouped-query attention of R rows of Q consecutive queries over keys and values in pages.
 
@@ -57,10 +59,12 @@ def paged_attention(
       sliding_window: query at position p sees keys in [max(0, p - sliding_window + 1), p]; None: [0, p].
       softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
       implementation: one of IMPLEMENTATIONS; None: the fastest of the platform that takes these arrays.
+      device_kind: `jax.Device.device_kind` of what the call is for, whose measured tiles GPU kernels take (`tuning.py`).
+        None, or a kind or shape that nobody tuned: the tiles of the kernel's `default_tuning`.
 
     Returns:
       [R, Q, K, G, H] in q's dtype, softmax in float32. Exact zeros for queries at and past `lengths`. A row's bits
-      do not depend on the other rows.
+      are a function of the device kind, the shapes and options of the call, and the row; never of the other rows.
 
     Raises ValueError on an unknown implementation or shapes and dtypes that do not fit.
     """
@@ -95,7 +99,9 @@ def paged_attention(
             raise ValueError(f"{name} must be int32, got {array.dtype}")
 
     def attend(name: str) -> Callable[..., jax.Array]:
-        return functools.partial(IMPLEMENTATIONS[name], scale=scale, sliding_window=sliding_window, softcap=softcap)
+        call = functools.partial(IMPLEMENTATIONS[name], scale=scale, sliding_window=sliding_window, softcap=softcap)
+        tuning = measured_tuning(name, device_kind, q, kv_pages)
+        return call if tuning is None else functools.partial(call, tuning=tuning)
 
     arrays = (q, kv_pages, page_table, starts, lengths, kv_scales, sinks)
     if implementation is not None:

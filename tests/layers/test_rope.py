@@ -9,8 +9,7 @@ import pytest
 
 from configs.checks import ConfigError
 from configs.model import RopeConfig
-from layers.rope import attention_factor, rope_tables
-from pallas_kernels.kv_page_write.reference import rotate
+from layers.rope import attention_factor, rope_tables, rotate
 
 POSITIONS = np.array([0, 1, 2, 17, 63, 64, 65, 200, 999], np.int32)
 HALF = 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
@@ -13,7 +14,15 @@ from configs.engine import MeshConfig
 from configs.model import ModelConfig, RopeConfig
 from sharding.mesh import make_mesh
 from sharding.param_spec import EMBED, KV_HEADS, MLP, VOCAB, ParamSpec
-from sharding.placement import check_split, named_sharding, padded_vocab_size, partition_spec, stored_kv_heads
+from sharding.placement import (
+    check_split,
+    device_kind_of,
+    named_sharding,
+    padded_vocab_size,
+    partition_spec,
+    replicated,
+    stored_kv_heads,
+)
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -39,6 +48,13 @@ def test_heads_mlp_and_vocabulary_are_split_and_the_model_width_is_not() -> None
     assert spec == PartitionSpec("tensor", None, "tensor", "tensor", None)
     with pytest.raises(KeyError, match="batch"):
         partition_spec(("batch",))
+
+
+def test_the_device_kind_is_in_the_type_of_an_array_also_when_it_is_traced() -> None:
+    mesh = make_mesh(MeshConfig())
+    kinds = []
+    jax.jit(lambda x: kinds.append(device_kind_of(x)))(jax.device_put(jnp.zeros(8), replicated(mesh, 1)))
+    assert kinds == [mesh.devices.flat[0].device_kind]
 
 
 def test_parameter_is_placed_by_its_axes() -> None:
