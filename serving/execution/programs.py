@@ -94,10 +94,11 @@ def _begin_step(table: SlotTable, slots: Array) -> SlotTable:
 def _decode_rows(table: SlotTable, run: Array) -> AttentionRows:
     """A row for each of the first run.shape[0] slots."""
     num_rows = run.shape[0]
+    # slices of their own: as part of a kernel's call they would keep that out of command buffers
+    page_table, starts = lax.optimization_barrier((table.page_table[:num_rows], table.positions[:num_rows]))
     return AttentionRows(
-        # a slice of its own: as part of a kernel's call it would keep that out of command buffers
-        page_table=lax.optimization_barrier(table.page_table[:num_rows]),
-        starts=table.positions[:num_rows],
+        page_table=page_table,
+        starts=starts,
         lengths=run.astype(jnp.int32),
         rope_lens=table.rope_lens[:num_rows],
         num_queries=1,

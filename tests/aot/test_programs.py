@@ -113,6 +113,17 @@ def test_8b_program_for_an_h200(name: str, kernels_a_layer: int, llama_8b: Model
     assert num_attention_kernels(compiled) == kernels_a_layer * llama_8b.num_layers
 
 
+@pytest.mark.gate
+def test_kernels_of_a_decode_size_below_the_slots_take_no_slices_as_operands(llama_8b: ModelConfig) -> None:
+    """XLA makes such a slice and its kernel one fusion, which it keeps out of command buffers: the host then launches
+    each layer's kernels one by one."""
+    model = dataclasses.replace(llama_8b, num_layers=2, layer_types=llama_8b.layer_types[:2])
+    config = dataclasses.replace(CONFIG, max_num_seqs=2 * SLOTS, decode_slot_buckets=(SLOTS, 2 * SLOTS))
+    compiled = compile_for("h200", model, config, f"decode({SLOTS}, 8)")
+    assert num_attention_kernels(compiled) == model.num_layers
+    assert "dynamic_slice_fusion" not in compiled.text
+
+
 @pytest.mark.parametrize("target", ["h200", "v5e", "v6e", "7x"])
 def test_decode_step_over_four_devices_has_two_all_reduces_a_layer_and_one(target: str, llama_8b: ModelConfig) -> None:
     # Two of the layers, which are all alike, and a pool that a v5e's 16 GB hold.
