@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.kv_page_write import xla_tpu
+from pallas_kernels.kv_scales import check_kv_scales
 
 LEAST_SCALE = 1e-12  # of a token's head of zeros
 
@@ -31,17 +32,14 @@ def write_kv(
 
     Raises ValueError on shapes that do not fit, and on scales without a quantised pool or the reverse.
     """
-    num_pages, _, page_size, num_kv_heads, head_dim = kv_pages.shape
+    _, _, page_size, num_kv_heads, head_dim = kv_pages.shape
     expected = (kv_indices.shape[0], num_kv_heads, head_dim)
     if k.shape != expected or v.shape != expected:
         raise ValueError(f"k {k.shape} and v {v.shape} must be {expected} for kv_pages {kv_pages.shape}")
+    check_kv_scales(kv_pages, kv_scales)
     pages, offsets = kv_indices // page_size, kv_indices % page_size
     new_T2KH = jnp.stack([k, v], axis=1)
-    if kv_pages.dtype.itemsize == 1:
-        shapes = ((2,), (num_pages, 2, num_kv_heads, page_size))
-        if kv_scales is None or kv_scales.shape not in shapes:
-            found = None if kv_scales is None else kv_scales.shape
-            raise ValueError(f"kv_scales must have one of the shapes {shapes} for {kv_pages.dtype} pages: {found}")
+    if kv_scales is not None:
         new_T2KH = new_T2KH.astype(jnp.float32)
         largest = _largest(kv_pages.dtype)
         if kv_scales.ndim == 1:
@@ -52,8 +50,6 @@ def write_kv(
         new_T2KH = jnp.clip(new_T2KH / scales[..., None], -largest, largest)
         if kv_pages.dtype == jnp.int8:
             new_T2KH = jnp.round(new_T2KH)
-    elif kv_scales is not None:
-        raise ValueError(f"kv_scales belong to quantised pages; kv_pages are {kv_pages.dtype}")
 
     def set_tokens(kv_pages: jax.Array, new_T2KH: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
         return kv_pages.at[pages, :, offsets].set(new_T2KH, mode="drop", unique_indices=True)

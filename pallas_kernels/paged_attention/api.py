@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.kv_scales import QUANTISED, check_kv_scales
 from pallas_kernels.paged_attention import mosaic_gpu_decode, mosaic_gpu_prefill, mosaic_tpu, reference
 from pallas_kernels.paged_attention.tuning import measured_tuning
-
-QUANTISED = frozenset({jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8)})
 
 IMPLEMENTATIONS: Mapping[str, Callable[..., jax.Array]] = MappingProxyType(
     {
@@ -76,17 +75,11 @@ def paged_attention(
         )
     if q.shape[2] != kv_pages.shape[3] or q.shape[4] != kv_pages.shape[4]:
         raise ValueError(f"q {q.shape} and kv_pages {kv_pages.shape} differ in KV heads or head_dim")
-    if kv_pages.dtype in QUANTISED:
-        num_pages, _, page_size, num_kv_heads, _ = kv_pages.shape
-        shapes = ((2,), (num_pages, 2, num_kv_heads, page_size))
-        if kv_scales is None or kv_scales.dtype != jnp.float32 or kv_scales.shape not in shapes:
-            found = None if kv_scales is None else f"{kv_scales.dtype}{list(kv_scales.shape)}"
-            raise ValueError(f"kv_scales must be float32 of one of {shapes} for {kv_pages.dtype} pages: {found}")
-    elif q.dtype != kv_pages.dtype or kv_scales is not None:
+    if kv_pages.dtype not in {q.dtype, *QUANTISED}:
         raise ValueError(
-            f"kv_pages must have q's dtype, without kv_scales, or one of {sorted(map(str, QUANTISED))}: "
-            f"{q.dtype}, {kv_pages.dtype}"
+            f"kv_pages must have q's dtype or one of {sorted(map(str, QUANTISED))}: {q.dtype}, {kv_pages.dtype}"
         )
+    check_kv_scales(kv_pages, kv_scales)
     if sinks is not None and (sinks.dtype != jnp.float32 or sinks.shape != q.shape[2:4]):
         raise ValueError(f"sinks must be float32{list(q.shape[2:4])}: {sinks.dtype}{list(sinks.shape)}")
     num_rows = q.shape[0]

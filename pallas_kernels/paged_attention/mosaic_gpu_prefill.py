@@ -31,6 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.kv_scales import QUANTISED
 from pallas_kernels.paged_attention.reference import LOWEST_MAX
 
 LOG2_E = math.log2(math.e)
@@ -45,7 +46,6 @@ WGMMA_ROW = plgpu.Layout.WGMMA.reduce(1)
 WGMMA_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 WIDENED = plgpu.Layout.WGMMA_UPCAST_4X  # a thread has 8 neighbouring values: reads of 8 bytes, writes of 16
 KEYS_A_WIDENING = 64  # rows of that layout
-QUANTISED = (jnp.float8_e4m3fn, jnp.int8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -184,14 +184,15 @@ class ModelRunner:
         """Load or compile every program. `progress(name, number done, number in all, seconds)` is called after each."""
         state = AbstractState(like(self.params), like(self._kv_cache), like(self._table))
         plan = plan_programs(self.model, self.config, self.mesh, state)
-        values = executables.environment(self.model, self.config, state)
-        folder = cached = None  # where to look first, and where to keep what was compiled
+        loaded, cached = {}, None  # cached: where to keep what is compiled now
         if self.config.executables_dir is not None:
-            folder = Path(self.config.executables_dir)
+            values = executables.environment(self.model, self.config, state)
+            loaded = executables.load_executables(Path(self.config.executables_dir), values, plan, self.mesh)
         elif self._cache_dir is not None and not self._is_cpu:
+            values = executables.environment(self.model, self.config, state)
             cached = executables.cache_folder(self._cache_dir, values)
-            folder = cached if cached.exists() else None
-        loaded = {} if folder is None else executables.load_executables(folder, values, plan, self.mesh)
+            if cached.exists():
+                loaded = executables.load_executables(cached, values, plan, self.mesh)
         for name, program in loaded.items():
             self._add_program(name, program.compiled, ProgramReport(name, program.load_s, program.temp_bytes, True))
             if progress is not None:
