@@ -10,7 +10,7 @@ from configs.checks import check_bool, check_choice, check_float, check_int, che
 DTYPES = ("float32", "bfloat16")
 KV_DTYPES = ("auto", "float8_e4m3fn", "int8")
 KV_SCALES = ("per_token_head", "per_tensor")
-MIXED_SAVING = 8  # a smaller mixed program must do without at least one in so many rows of the next
+MIXED_SAVING = 72  # a smaller mixed program must do without at least one in so many rows of the next
 
 
 def mixed_decode_sizes(decode_sizes: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens, prompt + output; None: the model's own limit
     max_num_seqs: int = 8  # slots: sequences that decode at once
     # Slots that a decode step may run over, rising to max_num_seqs; the smallest that holds every running slot is taken.
-    # Programs for each, mixed ones where it saves an eighth of the pass's rows. None: max_num_seqs alone. With
+    # Programs for each, mixed ones where it saves a 72nd of the pass's rows. None: max_num_seqs alone. With
     # several, a row's bits depend on how many others run: products differ with size.
     decode_slot_buckets: tuple[int, ...] | None = None
     prefill_token_buckets: tuple[int, ...] = (64, 512)  # tokens a step may prefill; programs for each

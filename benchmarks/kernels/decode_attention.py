@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.paged_attention import mosaic_gpu_decode, reference
+from pallas_kernels.paged_attention.tuning import DecodeShape, read_tiles, tiles_file
 
 POOL_BYTES = 3 << 30
 VALUE_SCALE = 1 / 64  # of quantised normal values
@@ -48,9 +49,11 @@ class Case:
     tuning: tuple[tuple[str, Any], ...] = ()  # what differs from the default
 
     def options(self) -> dict[str, Any]:
-        dtype = jnp.dtype(self.kv_dtype)
-        num_columns = self.num_queries * self.num_groups
-        tuning = mosaic_gpu_decode.default_tuning(self.num_rows, self.num_kv_heads, num_columns, self.head_dim, dtype)
+        sizes = (self.num_rows, self.num_kv_heads, self.num_queries * self.num_groups, self.head_dim)
+        tiles = read_tiles(tiles_file(jax.devices()[0].device_kind))
+        tuning = tiles.get(DecodeShape(*sizes, self.kv_dtype, self.page_size))
+        if tuning is None:
+            tuning = mosaic_gpu_decode.default_tuning(*sizes, jnp.dtype(self.kv_dtype))
         return dict(self.definition(), tuning=dataclasses.replace(tuning, **dict(self.tuning)))
 
     def definition(self) -> dict[str, Any]:

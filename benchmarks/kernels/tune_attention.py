@@ -63,13 +63,16 @@ class Decode:
         """The first chunks, which are of rows up to 2,048 keys or 4,096, half and twice as large as by default. Those
         further away were slower whenever they were timed, and a program takes more than a second to lower."""
         (up_to, chunk), *longer = self.default.chunks
-        chunks = [_joined(((up_to, most), *longer)) for most in (chunk // 2, chunk * 2) if 256 <= most <= 2048]
+        chunks = [_joined(((up_to, most), *longer)) for most in (chunk // 2, chunk * 2) if 128 <= most <= 2048]
         return [dataclasses.replace(self.default, chunks=each) for each in chunks]
 
     def more(self, best: mosaic_gpu_decode.Tuning) -> list[mosaic_gpu_decode.Tuning]:
-        """Three stages, in about as much shared memory."""
-        num_blocks = SM_COUNT * max(1, round(best.num_blocks / SM_COUNT * 2 / 3))
-        return [dataclasses.replace(best, num_stages=3, num_blocks=num_blocks)]
+        """Three and four stages, in about as much shared memory."""
+        blocks = best.num_blocks / SM_COUNT
+        return [
+            dataclasses.replace(best, num_stages=stages, num_blocks=SM_COUNT * max(1, round(blocks * 2 / stages)))
+            for stages in (3, 4)
+        ]
 
     def lower(self, tuning: mosaic_gpu_decode.Tuning) -> jax.stages.Lowered:
         case = dataclasses.replace(self.case, tuning=tuple(dataclasses.asdict(tuning).items()))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.kv_scales import QUANTISED, check_kv_scales
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.paged_attention import mosaic_gpu_decode, mosaic_gpu_prefill, mosaic_tpu, reference
 from pallas_kernels.paged_attention.tuning import measured_tuning
 
@@ -91,17 +93,22 @@ def paged_attention(
         if array.dtype != jnp.int32:
             raise ValueError(f"{name} must be int32, got {array.dtype}")
 
-    def attend(name: str) -> Callable[..., jax.Array]:
-        call = functools.partial(IMPLEMENTATIONS[name], scale=scale, sliding_window=sliding_window, softcap=softcap)
-        tuning = measured_tuning(name, device_kind, q, kv_pages)
-        return call if tuning is None else functools.partial(call, tuning=tuning)
-
     arrays = (q, kv_pages, page_table, starts, lengths, kv_scales, sinks)
+
+    def attend(name: str) -> Callable[..., jax.Array]:
+        options: dict[str, Any] = dict(scale=scale, sliding_window=sliding_window, softcap=softcap)
+        tuning = measured_tuning(name, device_kind, q, kv_pages)
+        if tuning is not None:
+            options["tuning"] = tuning
+        if name.startswith("mosaic_gpu") and device_kind is not None and device_kind.startswith("NVIDIA"):
+            return lowered_once(IMPLEMENTATIONS[name], **options)
+        return functools.partial(IMPLEMENTATIONS[name], **options)
+
     if implementation is not None:
         return attend(implementation)(*arrays)
     kernels: dict[str, Callable[..., jax.Array]] = {}
-    for name, kernel in (("mosaic_gpu_prefill", mosaic_gpu_prefill), ("mosaic_gpu_decode", mosaic_gpu_decode)):
-        if kernel.supports(q, kv_pages, kv_scales, sinks):
+    for name, kernel in (("mosaic_gpu_decode", mosaic_gpu_decode), ("mosaic_gpu_prefill", mosaic_gpu_prefill)):
+        if "cuda" not in kernels and kernel.supports(q, kv_pages, kv_scales, sinks):
             kernels["cuda"] = attend(name)
     if mosaic_tpu.supports(q, kv_pages, kv_scales, sinks):
         kernels["tpu"] = attend("mosaic_tpu")

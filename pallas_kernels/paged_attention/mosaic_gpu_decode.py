@@ -64,7 +64,8 @@ def default_tuning(num_rows: int, num_kv_heads: int, num_columns: int, head_dim:
     fastest with, or should be.
 
     Two stages and as many blocks as a multiprocessor has shared memory and registers for, up to 4. Rows of up to 2,048 keys
-    whole and longer ones in chunks of 1,024 where rows and heads alone keep the blocks busy, else shorter chunks.
+    whole and longer ones in chunks of 1,024 where rows and heads alone keep the blocks busy, else shorter chunks. Of rows of
+    65,536, 131,072 and 262,144 keys, as many chunks as 8 KV heads make work for 396 blocks of.
     """
     most = 3  # 168 registers a thread
     if dtype.itemsize == 1:
@@ -73,11 +74,12 @@ def default_tuning(num_rows: int, num_kv_heads: int, num_columns: int, head_dim:
     blocks_per_multiprocessor = min(most, 200 * 1024 // ring_bytes)
     chunks: tuple[tuple[int, int], ...]
     if num_rows * num_kv_heads >= 1024:
-        chunks = ((2048, 2048), (65536, 1024), (1 << 30, 2048))
+        chunks = ((2048, 2048), (32768, 1024))
     elif num_rows * num_kv_heads >= 128:
-        chunks = ((2048, 512), (65536, 1024), (1 << 30, 2048))
+        chunks = ((2048, 512), (32768, 1024))
     else:
-        chunks = ((4096, 256), (16384, 512), (65536, 1024), (1 << 30, 2048))
+        chunks = ((4096, 256), (16384, 512), (32768, 1024))
+    chunks = (*chunks, (65536, 1344), (131072, 2688), (1 << 30, 5376))
     return Tuning(num_stages=2, num_blocks=132 * blocks_per_multiprocessor, chunks=chunks)
 
 
@@ -156,15 +158,15 @@ def make_plan(
     sliding_window: int | None,
     chunks: tuple[tuple[int, int], ...],
 ) -> Plan:
-    """Cut rows into items: rows with more chunks first, a row's chunks one after the other."""
+    """Cut rows into items: rows with larger chunks first, a row's chunks one after the other."""
     num_rows = starts.shape[0]
     end = jnp.where(lengths > 0, starts + lengths, 0)
     first = jnp.zeros_like(end) if sliding_window is None else jnp.maximum(starts - (sliding_window - 1), 0)
     chunk = jnp.maximum(chunk_size(end, chunks), TILE)  # also where there is nothing to cut
     num_chunks = jnp.where(lengths > 0, -(-end // chunk) - first // chunk, 0)
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    goes_before = (num_chunks[None, :] > num_chunks[:, None]) | (
-        (num_chunks[None, :] == num_chunks[:, None]) & (row[None, :] < row[:, None])
+    goes_before = (chunk[None, :] > chunk[:, None]) | (
+        (chunk[None, :] == chunk[:, None]) & (row[None, :] < row[:, None])
     )
     first_item = jnp.where(goes_before, num_chunks[None, :], 0).sum(1, dtype=jnp.int32)
     # the row of item w: the one with first_item <= w < first_item + num_chunks
@@ -477,10 +479,12 @@ def _merge(
     """Merge the items of each row -> [R, K, Q * G, H]; zeros for queries that are none."""
     _, num_kv_heads, head_dim, num_columns = partial[0].shape
     num_rows = lengths.shape[0]
-    unroll = 4  # items loaded at a time
     # fill the card where rows are few
     value_parts = _value_parts(head_dim, 64 if num_rows * num_kv_heads < 264 else head_dim)
     block_dims = value_parts[0][1]
+    # items loaded at a time: many into up to 64 registers a thread, then what is left in smaller numbers
+    most = max(2, min(16, 8192 // (block_dims * num_columns)))
+    merge_sizes = (most, *((4,) if most > 8 else ()), 1)
 
     def body(out_W, max_W, sum_W, lengths, first_item, num_chunks, *refs):
         *sinks, out, out_s = refs
@@ -490,17 +494,15 @@ def _merge(
         first, count = first_item[row], num_chunks[row]
         shape = (block_dims, num_columns)
 
-        def step(turn, carry):
+        def merge_next(size, chunk, carry):
+            """`size` chunks from `chunk` on, whose loads are under way at once."""
             max_N, sum_N, out_HN = carry
-            maxima, sums, outs = [], [], []
-            for i in range(unroll):
-                chunk = turn * unroll + i
-                w = first + jnp.minimum(chunk, count - 1)
-                none = jnp.where(chunk < count, 0.0, MASKED_SCORE)  # past the last, its weight is 0
-                maxima.append(plgpu.load(max_W.at[w, head], layout=PER_COLUMN, optimized=False) + none)
-                sums.append(plgpu.load(sum_W.at[w, head], layout=PER_COLUMN, optimized=False))
-                place = out_W.at[w, head, dims]
-                outs.append(plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False))
+            items = [first + chunk + i for i in range(size)]
+            maxima, sums = (
+                [plgpu.load(per_column.at[w, head], layout=PER_COLUMN, optimized=False) for w in items]
+                for per_column in (max_W, sum_W)
+            )
+            outs = [plgpu.load(out_W.at[w, head, dims], layout=plgpu.Layout.WGMMA, optimized=False) for w in items]
             new_max_N = functools.reduce(jnp.maximum, maxima, max_N)
             rescale_N = jnp.exp2(max_N - new_max_N)
             sum_N, out_HN = sum_N * rescale_N, out_HN * lax.broadcast_in_dim(rescale_N, shape, [1])
@@ -515,7 +517,15 @@ def _merge(
             plgpu.layout_cast(jnp.zeros((num_columns,), jnp.float32), PER_COLUMN),
             plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA),
         )
-        max_N, sum_N, out_HN = lax.fori_loop(0, lax.div(count + (unroll - 1), jnp.int32(unroll)), step, carry)
+        begin = jnp.int32(0)
+        for size in merge_sizes:
+            turns = lax.div(count - begin, jnp.int32(size))
+            step = functools.partial(
+                lambda size, begin, i, carry: merge_next(size, begin + i * size, carry), size, begin
+            )
+            carry = lax.fori_loop(0, turns, step, carry)
+            begin = begin + turns * size
+        max_N, sum_N, out_HN = carry
         if sinks:
             group_N = lax.rem(
                 plgpu.broadcasted_iota(jnp.int32, (num_columns,), 0, layout=PER_COLUMN), jnp.int32(num_groups)

@@ -196,7 +196,7 @@ def compile_programs(plan: Mapping[str, Program], mesh: Mesh) -> Iterator[tuple[
         compiled = lowered.compile(compiler_options=compiler_options(mesh))
         return compiled, time.monotonic() - started_s
 
-    with ThreadPoolExecutor(max_workers=min(8, max(2, os.cpu_count() or 2))) as pool:
+    with ThreadPoolExecutor(max_workers=min(16, max(2, os.cpu_count() or 2))) as pool:
         futures = {}
         for name, program in plan.items():
             started_s = time.monotonic()

@@ -242,11 +242,11 @@ def test_scales_of_one_are_refused_for_int8_which_would_round_most_values_to_not
         EngineConfig(kv_dtype="int8", kv_scales="per_tensor")
 
 
-def test_smaller_mixed_programs_are_made_where_they_leave_out_one_row_in_eight():
+def test_smaller_mixed_programs_are_made_where_they_leave_out_one_row_in_72():
     sizes = (8, 32, 64, 128, 256)
-    # 512 + 256 rows; without 128 of them 1 in 6 less; without 96 of those 640, 1 in 6.7; without 24 of 544, 1 in 23
-    assert mixed_decode_sizes(sizes, 512) == (32, 128, 256)
-    assert mixed_decode_sizes(sizes, 1024) == (64, 256)
-    assert mixed_decode_sizes(sizes, 4096) == (256,)
+    assert mixed_decode_sizes(sizes, 512) == sizes  # without 24 of 544 rows one in 23 less
+    assert mixed_decode_sizes(sizes, 2048) == (32, 64, 128, 256)  # without 24 of 2,080 one in 87
+    assert mixed_decode_sizes(sizes, 4096) == (64, 128, 256)
+    assert mixed_decode_sizes(sizes, 16384) == (8, 256)  # without 128 of 16,640 one in 130, without 248 one in 67
     assert mixed_decode_sizes((256,), 64) == (256,)
     assert mixed_decode_sizes((1, 2, 4), 4) == (2, 4)  # two slots at least: one decodes, one is prefilled
