@@ -49,11 +49,16 @@ class Case:
     tuning: tuple[tuple[str, Any], ...] = ()  # what differs from the default
 
     def options(self) -> dict[str, Any]:
-        sizes = (self.num_rows, self.num_kv_heads, self.num_queries * self.num_groups, self.head_dim)
+        sizes = dict(
+            num_rows=self.num_rows,
+            num_kv_heads=self.num_kv_heads,
+            num_columns=self.num_queries * self.num_groups,
+            head_dim=self.head_dim,
+        )
         tiles = read_tiles(tiles_file(jax.devices()[0].device_kind))
-        tuning = tiles.get(DecodeShape(*sizes, self.kv_dtype, self.page_size))
+        tuning = tiles.get(DecodeShape(**sizes, kv_dtype=self.kv_dtype, page_size=self.page_size))
         if tuning is None:
-            tuning = mosaic_gpu_decode.default_tuning(*sizes, jnp.dtype(self.kv_dtype))
+            tuning = mosaic_gpu_decode.default_tuning(**sizes, dtype=jnp.dtype(self.kv_dtype))
         return dict(self.definition(), tuning=dataclasses.replace(tuning, **dict(self.tuning)))
 
     def definition(self) -> dict[str, Any]:

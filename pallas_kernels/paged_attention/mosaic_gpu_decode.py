@@ -484,7 +484,7 @@ def _merge(
     block_dims = value_parts[0][1]
     # items loaded at a time: many into up to 64 registers a thread, then what is left in smaller numbers
     most = max(2, min(16, 8192 // (block_dims * num_columns)))
-    merge_sizes = (most, *((4,) if most > 8 else ()), 1)
+    merge_sizes = (most, 4, 1) if most > 4 else (most, 1)
 
     def body(out_W, max_W, sum_W, lengths, first_item, num_chunks, *refs):
         *sinks, out, out_s = refs
