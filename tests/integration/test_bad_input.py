@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -199,7 +200,11 @@ def test_settings_must_be_one_or_one_a_prompt(tiny_llm):
     assert tiny_llm.generate([], GOOD, use_tqdm=False) == []
 
 
-@pytest.mark.parametrize("params", [5, "x", {"n": 1}, (GOOD for _ in range(1)), [5], [None]], ids=ascii)
+@pytest.mark.parametrize(
+    "params",
+    [5, "x", {"n": 1}, (GOOD for _ in range(1)), [5], [None]],
+    ids=lambda params: "a generator" if isinstance(params, Iterator) else ascii(params),
+)
 def test_settings_of_another_type_are_refused_with_field_and_value(tiny_llm, params):
     with pytest.raises(RequestError, match=r"^sampling_params(\[0\])?: must be SamplingParams.*, got "):
         tiny_llm.generate([[1]], params, use_tqdm=False)
