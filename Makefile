@@ -28,7 +28,7 @@ demo: $(VENV)/.stamp-run $(VENV)/.stamp-demo-model
 	  --temperature=0 --print_stats
 
 test: lint $(VENV)/.stamp-demo-model
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
