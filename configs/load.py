@@ -73,6 +73,12 @@ def config_text(configs: Configs) -> str:
     return "\n".join(lines)
 
 
+def changed_settings(configs: Configs) -> list[str]:
+    """The lines of `config_text` that are not the defaults'."""
+    defaults = config_text(Configs()).splitlines()
+    return [line for line in config_text(configs).splitlines() if line not in defaults]
+
+
 def _check_field(config: str, field: str) -> None:
     known = [f.name for f in dataclasses.fields(CONFIG_CLASSES[config])]
     if field not in known:

@@ -31,16 +31,27 @@ class EngineDeadError(RuntimeError):
     """The engine's thread has ended; `__cause__` says why."""
 
 
+_Item = tuple[int, OutputDelta, RequestOutput | None] | BaseException
+
+
 @dataclass
 class _Stream:
     loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[tuple[OutputDelta, RequestOutput | None] | BaseException]
+    queue: asyncio.Queue[_Item]  # of all requests of one caller
+    index: int  # of this request among them
     request_id: str | None = None  # of the engine's thread; None until the engine has the request
 
-    def put(self, item: tuple[OutputDelta, RequestOutput | None] | BaseException) -> None:
-        # A closed loop has nobody waiting any more.
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
+    def put(self, item: _Item) -> None:
+        _post(self.loop, [(self.queue, item)])
+
+
+def _post(loop: asyncio.AbstractEventLoop, items: list[tuple[asyncio.Queue[_Item], _Item]]) -> None:
+    def put_all() -> None:
+        for items_queue, item in items:
+            items_queue.put_nowait(item)
+
+    with contextlib.suppress(RuntimeError):  # a closed loop has nobody waiting any more
+        loop.call_soon_threadsafe(put_all)
 
 
 class AsyncEngine:
@@ -85,21 +96,41 @@ class AsyncEngine:
             checked = await asyncio.to_thread(self.engine.check, prompt, params)
         else:
             checked = self.engine.check(prompt, params)
-        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
-        if not self._send(lambda: self._add(checked, request_id, stream)):
+        async with contextlib.aclosing(self.generate_checked([checked], [request_id])) as items:
+            async for _, delta, output in items:
+                yield delta, output
+
+    async def generate_checked(
+        self, checked: Sequence[CheckedRequest], request_ids: Sequence[str | None] | None = None
+    ) -> AsyncGenerator[tuple[int, OutputDelta, RequestOutput | None], None]:
+        """Run requests that `Engine.check` has found right, queued together and in order, until all have finished.
+
+        Yields (index of the request, delta, and beside its last delta its whole output). Leaving the iterator early, or
+        an error in one of them, aborts all. Raises EngineDeadError, and RequestError for an id in use.
+        """
+        loop = asyncio.get_running_loop()
+        items: asyncio.Queue[_Item] = asyncio.Queue()
+        streams = [_Stream(loop, items, index) for index in range(len(checked))]
+        ids = [None] * len(checked) if request_ids is None else request_ids
+
+        def add_all() -> None:
+            for request, request_id, stream in zip(checked, ids, streams, strict=True):
+                self._add(request, request_id, stream)
+
+        if not self._send(add_all):
             raise EngineDeadError("the engine has stopped") from self._error
-        finished = False
+        num_unfinished = len(streams)
         try:
-            while not finished:
-                item = await stream.queue.get()
+            while num_unfinished:
+                item = await items.get()
                 if isinstance(item, BaseException):
-                    finished = True
                     raise item
-                finished = item[1] is not None
+                if item[2] is not None:
+                    num_unfinished -= 1
                 yield item
         finally:
-            if not finished:
-                self._send(lambda: self._abort_stream(stream))
+            if num_unfinished:
+                self._send(lambda: self._abort_streams(streams))
 
     async def chat(
         self,
@@ -120,6 +151,20 @@ class AsyncEngine:
     def stats(self) -> dict[str, int | float]:
         """Counters since start and gauges of now, as `serving.engine.Engine.stats` explains them."""
         return self.engine.stats()
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix; returns how many pages were forgotten. Raises EngineDeadError."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[int] = loop.create_future()
+
+        def reset() -> None:
+            num_pages = self.engine.reset_prefix_cache() if self._error is None else 0
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(num_pages))
+
+        if not self._send(reset):
+            raise EngineDeadError("the engine has stopped") from self._error
+        return await done
 
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free within a step. Unknown ids are ignored. Raises RequestError for no id."""
@@ -164,19 +209,24 @@ class AsyncEngine:
         if self._error is None and request_id in self._streams:
             self._deliver(self.engine.abort(request_id))
 
-    def _abort_stream(self, stream: _Stream) -> None:
-        # Its id may be in use again by another stream, or never have been its own.
-        if stream.request_id is not None and self._streams.get(stream.request_id) is stream:
-            self._abort(stream.request_id)
+    def _abort_streams(self, streams: Sequence[_Stream]) -> None:
+        for stream in streams:
+            # Its id may be in use again by another stream, or never have been its own.
+            if stream.request_id is not None and self._streams.get(stream.request_id) is stream:
+                self._abort(stream.request_id)
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
+        # One wake-up for each loop and step: each costs this thread a system call.
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[_Item], _Item]]] = {}
         for delta in deltas:
             stream = self._streams[delta.request_id]
             output = None
             if delta.request_finished:
                 output = self.engine.collect(delta.request_id)
                 del self._streams[delta.request_id]
-            stream.put((delta, output))
+            by_loop.setdefault(stream.loop, []).append((stream.queue, (stream.index, delta, output)))
+        for loop, items in by_loop.items():
+            _post(loop, items)
 
     def _run(self) -> None:
         try:

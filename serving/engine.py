@@ -41,6 +41,7 @@ from serving.text.base import TokenizerError
 from serving.text.chat_template import ChatTemplate
 from serving.text.detokenizer import IncrementalDetokenizer
 from serving.text.generation_config import default_fields, eos_token_ids
+from serving.text.template_renderer import RenderLimits
 from serving.text.tokenizer import Tokenizer, load_tokenizer
 from serving.validation import (
     check_params,
@@ -79,6 +80,7 @@ class CheckedRequest:
     params: SamplingParams
     max_total_tokens: int
     stop_token_ids: tuple[int, ...]
+    cache_salt: bytes = b""
 
 
 @dataclass
@@ -138,8 +140,10 @@ class Engine:
         *,
         device_bytes: int,
         generation_config: dict | None = None,
+        render_limits: RenderLimits | None = None,
         progress: Progress | None = None,
     ):
+        self._render_limits = render_limits
         self.model_config, self.config, self.tokenizer = model_config, config, tokenizer
         self.generation_config = generation_config or {}
         self.max_model_len = context_length(model_config, config)
@@ -223,8 +227,11 @@ class Engine:
         """Queue a request; returns its id. Raises RequestError, and then nothing has changed."""
         return self.add_checked(self.check(prompt, params), request_id)
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> CheckedRequest:
-        """Check a request and encode its text; changes nothing. Raises RequestError. Any thread may call it."""
+    def check(self, prompt: Prompt, params: SamplingParams, *, cache_salt: bytes = b"") -> CheckedRequest:
+        """Check a request and encode its text; changes nothing. Raises RequestError. Any thread may call it.
+
+        Requests of different `cache_salt` share nothing through the prefix cache.
+        """
         if not isinstance(params, SamplingParams):
             raise RequestError("sampling_params", f"must be SamplingParams, got {type(params).__name__}")
         stop_token_ids = self._check_params(params)
@@ -235,7 +242,12 @@ class Engine:
         limit = max_total_tokens(len(token_ids), params, self.max_model_len)
         self.scheduler.check_room(len(token_ids), limit)
         return CheckedRequest(
-            text=text, token_ids=token_ids, params=params, max_total_tokens=limit, stop_token_ids=stop_token_ids
+            text=text,
+            token_ids=token_ids,
+            params=params,
+            max_total_tokens=limit,
+            stop_token_ids=stop_token_ids,
+            cache_salt=cache_salt,
         )
 
     def _check_params(self, params: SamplingParams) -> tuple[int, ...]:
@@ -273,6 +285,7 @@ class Engine:
                     child_index=index,
                     seed=seed,
                     arrival_time_s=now_s,
+                    cache_salt=checked.cache_salt,
                 ),
                 CompletionOutput(
                     index=index,
@@ -322,7 +335,7 @@ class Engine:
             if self._chat_template is None:
                 if self.tokenizer is None or self.tokenizer.chat_template is None:
                     raise RequestError("messages", "need a chat template, and this model has none")
-                self._chat_template = ChatTemplate(self.tokenizer)
+                self._chat_template = ChatTemplate(self.tokenizer, limits=self._render_limits)
         return self._chat_template.render_ids(messages, **template_args)
 
     def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
@@ -375,6 +388,10 @@ class Engine:
         """End a request, if it has not ended, and forget it. Unknown ids are ignored."""
         self.abort(request_id)
         self._groups.pop(request_id, None)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix; returns how many pages were forgotten. What runs goes on."""
+        return self.scheduler.page_allocator.forget_cached_pages()
 
     # Steps
 
@@ -624,6 +641,7 @@ def build_engine(
     mesh_config: MeshConfig,
     *,
     progress: Progress | None = None,
+    render_limits: RenderLimits | None = None,
 ) -> Engine:
     """Open a model, lay it out on the mesh, compile everything, and return an engine that is ready to serve.
 
@@ -652,6 +670,7 @@ def build_engine(
         tokenizer,
         device_bytes=device_bytes,
         generation_config=source.generation_config,
+        render_limits=render_limits,
         progress=progress,
     )
 

@@ -98,6 +98,15 @@ class PageAllocator:
                 else:
                     self._release(page_id)
 
+    def forget_cached_pages(self) -> int:
+        """Empty the prefix cache; returns how many pages it had. Pages that nobody holds are free then."""
+        if self._prefix_cache is None:
+            return 0
+        num_pages = self._prefix_cache.clear()
+        self._free += reversed(self._evictable)
+        self._evictable.clear()
+        return num_pages
+
     def step_completed(self, step_id: int) -> None:
         """No step up to `step_id` writes any more: release what waited for that."""
         assert step_id > self._completed_step, (step_id, self._completed_step)
