@@ -26,6 +26,7 @@ from serving.api.service import Generation, Service
 from serving.api.strict_json import decode_object
 
 SMALL_BODY_BYTES = 16 * 2**10  # decoded in the event loop; larger ones in a thread
+BACKLOG = 2048
 SHUTDOWN_S = 2  # for clients that do not read the end of their answers
 DONE_EVENT = b"data: [DONE]\n\n"
 EVENT_STREAM_HEADERS = [
@@ -54,7 +55,7 @@ def build_app(service: Service, *, version: str, metrics: ASGIApp | None = None)
         Route("/version", _get(lambda _: {"version": version})),
     ]
     if metrics is not None:
-        routes.append(Route("/metrics", metrics, methods=["GET"]))
+        routes.append(Route("/metrics", _Asgi(metrics), methods=["GET"]))
     return _app(routes, service.config)
 
 
@@ -96,6 +97,7 @@ class HttpServer:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
+                backlog=BACKLOG,
                 h11_max_incomplete_event_size=config.max_header_bytes,
                 timeout_graceful_shutdown=SHUTDOWN_S,
             )
@@ -118,6 +120,16 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # signals are the command's
         yield
+
+
+class _Asgi:
+    """An ASGI app as an endpoint: of a plain function a Route would think that it takes a Request."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
 
 
 class _Post:
@@ -250,6 +262,7 @@ def _bind(host: str, port: int) -> socket.socket:
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
+            bound.listen(BACKLOG)  # those who come before `serve` wait
         except BaseException:
             bound.close()
             raise

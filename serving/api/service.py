@@ -83,20 +83,18 @@ class Service:
         return self._engine is not None and not self._engine.is_alive and not self._is_draining
 
     def check_ready(self) -> None:
-        """Raise UnavailableError unless requests are taken."""
-        retry_after_s = self.config.retry_after_s
+        """Raise UnavailableError unless new requests are taken."""
         if self._is_draining:
-            raise UnavailableError("the server is draining", retry_after_s=retry_after_s)
-        if self._engine is None:
-            raise UnavailableError("the model is loading", retry_after_s=retry_after_s)
-        if not self._engine.is_alive:
-            raise UnavailableError("the engine is dead")
+            raise UnavailableError("the server is draining", retry_after_s=self.config.retry_after_s)
+        _ = self.engine
 
     @property
     def engine(self) -> AsyncEngine:
-        """The engine. Raises UnavailableError unless requests are taken."""
-        self.check_ready()
-        assert self._engine is not None
+        """The engine, for requests that were admitted. Raises UnavailableError while it loads and once it is dead."""
+        if self._engine is None:
+            raise UnavailableError("the model is loading", retry_after_s=self.config.retry_after_s)
+        if not self._engine.is_alive:
+            raise UnavailableError("the engine is dead")
         return self._engine
 
     def stats(self) -> dict[str, int | float]:
