@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import logging
@@ -177,8 +176,7 @@ async def until_client_gone(receive: Receive, work: Coroutine[Any, Any, None]) -
     finally:
         task.cancel()
         watch.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(task, watch, return_exceptions=True)
+        await asyncio.gather(task, watch, return_exceptions=True)
     if task.cancelled():
         raise ClientGoneError
     task.result()

@@ -248,7 +248,10 @@ def _app(routes: Sequence[BaseRoute], config: ServerConfig) -> ASGIApp:
         message = f"{request.method} is not a method of {request.url.path[:200]!r}"
         return error_response(HttpError(error.status_code, message, headers=dict(error.headers or {})))
 
-    app = Starlette(routes=list(routes), exception_handlers={HTTPException: refuse})
+    async def fail(request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    app = Starlette(routes=list(routes), exception_handlers={HTTPException: refuse, Exception: fail})
     app.router.redirect_slashes = False
     return FrontDoor(app, config)
 

@@ -75,10 +75,15 @@ def make_doors(service: Any, configs: Configs) -> list[Door]:
 
 
 async def _serve(service: Any, doors: Sequence[Door], build: Callable[[], Any]) -> int:
-    """Run the doors; build the engine beside them; drain at the first signal, and end at the second."""
+    """Run the doors; build the engine beside them; drain at the first signal, and end at the second.
+
+    A third one ends the process as it is, where a device does not answer.
+    """
     stop, force = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
+        if force.is_set():
+            os._exit(1)
         (force if stop.is_set() else stop).set()
 
     loop = asyncio.get_running_loop()

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from bad_requests import SMALLEST, edge_values, fields_of
 from http_harness import BOS, CONTEXT, END, TURN, VOCAB_SIZE, Servers, byte_tokenizer, servers, tiny_engine
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -647,6 +648,25 @@ def test_s27_repetition_counts_the_prompt_too_and_presence_and_frequency_do_not(
     for penalty in ({"presence_penalty": 100}, {"frequency_penalty": 100}):
         assert next_token(prompt, **penalty) == prompt[0]
     assert next_token(prompt, repetition_penalty=100) not in prompt
+
+
+def test_s67_no_value_of_any_field_is_more_than_refused(http, engine):
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    paths = {"completions": COMPLETIONS, "chat": CHAT, "tokenize": "/tokenize", "detokenize": "/detokenize"}
+    requests = [(e, field.name, value) for e, field in fields_of(CONFIG) for value in edge_values(field)]
+    short = {"max_tokens": 1}
+    statuses: set[int] = set()
+    for endpoint, name, value in random.Random(seed).sample(requests, 500):
+        content = json.dumps(
+            {**SMALLEST[endpoint], **(short if endpoint in ("completions", "chat") else {}), name: value}
+        )
+        response = http.post(paths[endpoint], content=content, headers={"Content-Type": "application/json"})
+        if response.status_code != 200:
+            refused(response, response.status_code)
+        statuses.add(response.status_code)
+    assert statuses <= {200, 400, 404, 413} and {200, 400} <= statuses
+    assert engine.is_alive
 
 
 # Clients that leave

@@ -59,7 +59,8 @@ def random_request(tools, rng, config, prefixes, index):
 
 
 def drive(tools, rng, engine, *, num_requests=NUM_REQUESTS, with_faults=True):
-    """Random arrivals, aborts at any stage, stop strings and NaNs, until all is done; outputs must be solo outputs."""
+    """Random arrivals, aborts at any stage, stop strings, NaNs and a prefix cache that is emptied, until all is done;
+    outputs must be solo outputs."""
     config = engine.config
     prefixes = [tools.random_prompt(rng, rng.randint(1, config.max_model_len)) for _ in range(3)]
     arrival_rate = rng.choice([0.05, 0.3, 1.0])
@@ -77,6 +78,9 @@ def drive(tools, rng, engine, *, num_requests=NUM_REQUESTS, with_faults=True):
         if with_faults and rng.random() < 0.03 and index:
             ended = engine.scheduler.abort(f"r{rng.randrange(index)}")
             assert all(request.finish_reason is FinishReason.ABORT for request in ended)
+            engine.scheduler.check_integrity()
+        if with_faults and rng.random() < 0.03:
+            engine.scheduler.page_allocator.forget_cached_pages()
             engine.scheduler.check_integrity()
         if not engine.step() and index == num_requests:
             break
