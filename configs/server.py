@@ -28,6 +28,7 @@ class ServerConfig:
     served_model_name: str | None = None  # what clients call the model; None: the model source
     drain_grace_s: float = 30.0  # running requests may go on for so long after SIGTERM
     max_concurrent_requests: int = 1024  # requests in flight, running and waiting; further ones get 429
+    max_waiting_completions: int = 4096  # completions waiting for a slot, of all requests; further requests get 429
     retry_after_s: int = 1  # what a 429 or 503 says to wait
     max_n: int = 128  # completions of a prompt
     max_prompts: int = 1024  # prompts of a request
@@ -61,6 +62,7 @@ class ServerConfig:
             fail(self, "served_model_name", "must be a name")
         check_float(self, "drain_grace_s", minimum=0.0, maximum=86400.0)
         check_int(self, "max_concurrent_requests", minimum=1, maximum=2**20)
+        check_int(self, "max_waiting_completions", minimum=1, maximum=2**20)
         check_int(self, "retry_after_s", minimum=1, maximum=3600)
         check_int(self, "max_n", minimum=1, maximum=128)
         check_int(self, "max_prompts", minimum=1, maximum=2**16)

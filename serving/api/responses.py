@@ -6,15 +6,17 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from serving.api.chat_text import ChatText, chat_text
 from serving.api.errors import GenerationError, UnavailableError
 from serving.api.schema import ChatCall, CompletionCall, GenerationCall
 from serving.api.token_text import TokenText, prompt_text, prompt_token_texts, shown_token, token_bytes
-from serving.engine import CheckedRequest, OutputDelta
 from serving.request import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
 from serving.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from serving.engine import CheckedRequest, OutputDelta
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
 

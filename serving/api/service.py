@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs.server import ServerConfig
 from serving.api.errors import OverloadedError, UnavailableError, UnknownModelError
@@ -26,12 +26,14 @@ from serving.api.schema import (
     parse_tokenize,
 )
 from serving.api.token_text import prompt_text, shown_token
-from serving.async_engine import AsyncEngine, EngineDeadError
-from serving.engine import CheckedRequest, OutputDelta
 from serving.request import RequestError, RequestOutput, shown
 from serving.text.base import TokenizerError
 from serving.text.generation_config import default_fields
 from serving.validation import check_text_length
+
+if TYPE_CHECKING:  # JAX takes seconds to import, and a server is to say at once that it is alive
+    from serving.async_engine import AsyncEngine
+    from serving.engine import CheckedRequest, OutputDelta
 
 NUM_TEXT_THREADS = 4  # that decode, check and encode
 NUM_TEMPLATE_THREADS = 4  # that wait for a chat template: a slow one holds up no request without
@@ -105,10 +107,11 @@ class Service:
     def admission(self) -> Iterator[None]:
         """Count a request as in flight. Raises UnavailableError, and OverloadedError where there are too many."""
         self.check_ready()
-        if self.num_in_flight >= self.config.max_concurrent_requests:
+        config, num_waiting = self.config, self.engine.engine.scheduler.num_waiting
+        if self.num_in_flight >= config.max_concurrent_requests or num_waiting >= config.max_waiting_completions:
             raise OverloadedError(
-                f"{self.num_in_flight} requests are in flight; no more are accepted",
-                retry_after_s=self.config.retry_after_s,
+                f"{self.num_in_flight} requests are in flight and {num_waiting} completions wait; no more are accepted",
+                retry_after_s=config.retry_after_s,
             )
         self.num_in_flight += 1
         self._idle.clear()
@@ -265,6 +268,8 @@ class Generation:
 
     async def deltas(self) -> AsyncGenerator[tuple[int, OutputDelta, RequestOutput | None], None]:
         """(index of the prompt, delta, the prompt's whole output beside its last delta)."""
+        from serving.async_engine import EngineDeadError
+
         try:
             async with contextlib.aclosing(self._engine.generate_checked(self.checked)) as items:
                 async for item in items:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
+import importlib.util
 import ipaddress
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from configs.checks import ConfigError
 from configs.load import changed_settings, config_text
@@ -20,6 +22,12 @@ from configs.run import Configs
 from configs.server import ServerConfig
 from serving.cli.parser import UsageError, version
 from serving.display import ProgressReporter
+
+if TYPE_CHECKING:
+    from serving.api.service import Service
+    from serving.async_engine import AsyncEngine
+
+HTTP_PACKAGES = ("starlette", "uvicorn", "uvloop")
 
 
 class Door(Protocol):
@@ -43,38 +51,40 @@ def run_serve(args: argparse.Namespace, configs: Configs) -> int:
         print(dry_run_text(configs))
         return 0
     source = configs.run.model_source
-    try:
-        import uvicorn  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UsageError(f"serve needs the package {error.name}: pip install 'headrace[http]'") from None
+    missing = [name for name in HTTP_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"serve needs {', '.join(missing)}: pip install 'headrace[http]'")
+    import uvloop
+
     from serving.api.service import Service
 
     service = Service(configs.server, source)
-    doors = make_doors(service, configs)
     _warn_of_open_doors(configs.server)
+    doors: list[Door] = []
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        for door in make_doors(service, configs):
+            doors.append(door)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(service, doors, lambda: _build(configs)))
     finally:
         for door in doors:
             door.close()
 
 
-def make_doors(service: Any, configs: Configs) -> list[Door]:
+def make_doors(service: Service, configs: Configs) -> Iterator[Door]:
     """Every door of the config, its port taken. Raises ConfigError."""
     from serving.api.http_server import HttpServer, build_admin_app, build_app
 
     server = configs.server
     if server.grpc_port is not None:
         raise ConfigError(f"ServerConfig.grpc_port={server.grpc_port}: gRPC is not available")
-    doors: list[Door] = [HttpServer(build_app(service, version=version()), server, host=server.host, port=server.port)]
+    yield HttpServer(build_app(service, version=version()), server, host=server.host, port=server.port)
     if server.admin_port is not None:
         admin = build_admin_app(service, version=version(), config_text=config_text(configs))
-        doors.append(HttpServer(admin, server, host=server.admin_host, port=server.admin_port))
-    return doors
+        yield HttpServer(admin, server, host=server.admin_host, port=server.admin_port)
 
 
-async def _serve(service: Any, doors: Sequence[Door], build: Callable[[], Any]) -> int:
+async def _serve(service: Service, doors: Sequence[Door], build: Callable[[], AsyncEngine]) -> int:
     """Run the doors; build the engine beside them; drain at the first signal, and end at the second.
 
     A third one ends the process as it is, where a device does not answer.
@@ -96,7 +106,8 @@ async def _serve(service: Any, doors: Sequence[Door], build: Callable[[], Any]) 
     building = _in_daemon_thread(build)
     engine = None
     try:
-        await asyncio.wait([building, stopping, *serving], return_when=asyncio.FIRST_COMPLETED)
+        events: list[asyncio.Future[Any]] = [building, stopping, *serving]
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         if not building.done():
             _check_doors(serving)
             _end_process()  # a thread that loads or compiles cannot be stopped
@@ -133,24 +144,18 @@ def _check_doors(serving: Sequence[asyncio.Future[None]]) -> None:
             raise RuntimeError("a server has ended by itself")
 
 
-def _in_daemon_thread(build: Callable[[], Any]) -> asyncio.Future[Any]:
+def _in_daemon_thread(build: Callable[[], AsyncEngine]) -> asyncio.Future[AsyncEngine]:
     """The result of `build`, run in a thread that does not keep the process from ending."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
+    future: asyncio.Future[AsyncEngine] = loop.create_future()
 
     def run() -> None:
+        settle: Callable[[], None]
         try:
-            result, error = build(), None
-        except BaseException as raised:
-            result, error = None, raised
-
-        def settle() -> None:
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-
-        with contextlib.suppress(RuntimeError):
+            settle = functools.partial(future.set_result, build())
+        except BaseException as error:
+            settle = functools.partial(future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(settle)
 
     threading.Thread(target=run, name="headrace-build", daemon=True).start()
@@ -164,7 +169,7 @@ def _end_process() -> None:
     os._exit(0)
 
 
-def _build(configs: Configs) -> Any:
+def _build(configs: Configs) -> AsyncEngine:
     from serving.async_engine import AsyncEngine  # imports JAX, which takes seconds
     from serving.text.template_renderer import RenderLimits
 
@@ -210,14 +215,6 @@ def dry_run_text(configs: Configs) -> str:
         f"# KV {page / config.page_size:,.1f} bytes a token on each device",
     ]
     return "\n".join(lines)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop
-    return uvloop.new_event_loop
 
 
 def _warn_of_open_doors(config: ServerConfig) -> None:

@@ -764,6 +764,35 @@ def test_too_many_requests_are_refused_with_a_time_to_wait(http, service, monkey
     assert http.get("/health").status_code == 200 and http.get("/load").json()["server_load"] == 1024
 
 
+def test_too_many_waiting_completions_are_refused(running, engine):
+    address, service = running.start_service(ServerConfig(max_waiting_completions=20), engine)
+
+    async def work(client):
+        many = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "a", "n": 60, "max_tokens": 20, **GREEDY}))
+        while engine.stats()["num_waiting"] < 20:
+            await asyncio.sleep(0.001)
+        return await client.post(COMPLETIONS, json={"prompt": "a"}), await many
+
+    over, many = asyncio.run(_with_client(address, work))
+    assert refused(over, 429)["type"] == "rate_limit_error" and len(ok(many)["choices"]) == 60
+
+
+def test_s49_finished_aborted_and_refused_requests_add_up(url, service, engine):
+    before = engine.stats()
+    body = {"prompt": "hello", **GREEDY, "max_tokens": 60, "stream": True}
+
+    async def work(client):
+        done = [client.post(COMPLETIONS, json={**body, "max_tokens": 5}) for _ in range(5)]
+        bad = [client.post(COMPLETIONS, json={**body, "n": 0}) for _ in range(2)]
+        await asyncio.gather(*done, *bad, *(_first_event(client, body) for _ in range(5)))
+        await _idle(service)
+
+    asyncio.run(_with_client(url, work))
+    added = {name: value - before[name] for name, value in engine.stats().items() if name.startswith("num_finished")}
+    assert added.pop("num_finished_length") == 5 and added.pop("num_finished_abort") == 5 and not any(added.values())
+    assert engine.stats()["num_requests"] - before["num_requests"] == 10
+
+
 def test_s48_s50_a_body_over_the_limit_is_refused_and_health_is_answered_meanwhile(url, http, service):
     huge = b'{"prompt": "' + b"x" * 25_000_000 + b'"}'
     headers = {"Content-Type": "application/json"}

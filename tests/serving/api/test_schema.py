@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -334,3 +336,8 @@ def test_good_json_is_decoded_as_python_does():
         given = {"a": value(0)}
         for escape in (True, False):
             assert decode_object(json.dumps(given, ensure_ascii=escape).encode(), max_depth=64) == given
+
+
+def test_the_doors_import_no_jax():
+    script = "import sys, serving.api.http_server, serving.api.service; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
