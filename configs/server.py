@@ -39,6 +39,7 @@ class ServerConfig:
     max_tools: int = 128  # of a request
     max_body_bytes: int = 4 * 2**20  # of a request's body or message
     body_timeout_s: float = 60.0  # in which a body must have arrived
+    header_timeout_s: float = 30.0  # in which the headers of a connection's next request must have arrived
     max_header_bytes: int = 32 * 2**10  # of a request's headers together
     max_json_depth: int = 64  # of values inside each other in a body
     max_schema_depth: int = 32  # of values inside each other in a JSON schema
@@ -73,6 +74,7 @@ class ServerConfig:
         check_int(self, "max_tools", minimum=0, maximum=4096)
         check_int(self, "max_body_bytes", minimum=1024, maximum=2**30)
         check_float(self, "body_timeout_s", above=0.0, maximum=3600.0)
+        check_float(self, "header_timeout_s", above=0.0, maximum=3600.0)
         check_int(self, "max_header_bytes", minimum=1024, maximum=2**20)
         check_int(self, "max_json_depth", minimum=8, maximum=64)
         check_int(self, "max_schema_depth", minimum=1, maximum=64)

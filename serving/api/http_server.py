@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from configs.checks import ConfigError
 from configs.server import ServerConfig
@@ -89,7 +91,7 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=_protocol(config.header_timeout_s),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -120,6 +122,31 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # signals are the command's
         yield
+
+
+def _protocol(header_timeout_s: float) -> type[H11Protocol]:
+    """uvicorn's protocol, which alone would wait for ever for the headers of a request."""
+
+    class Protocol(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._watch(None)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._timer.cancel()
+            super().connection_lost(exc)
+
+        def _watch(self, last_request: object) -> None:
+            self._timer = self.loop.call_later(header_timeout_s, self._check, last_request)
+
+        def _check(self, last_request: object) -> None:
+            is_waiting = self.cycle is None or self.cycle.response_complete
+            if is_waiting and self.cycle is last_request:
+                self.transport.abort()
+            else:
+                self._watch(self.cycle)
+
+    return Protocol
 
 
 class _Asgi:

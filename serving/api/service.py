@@ -157,11 +157,6 @@ class Service:
         else:
             token_ids = await self._render(call)
             checked = [await self.in_text_thread(self._check, engine, "messages", token_ids, call)]
-        return self.run(call, checked)
-
-    def run(self, call: CompletionCall | ChatCall, checked: Sequence[CheckedRequest]) -> Generation:
-        """The generation of a call whose prompts are checked."""
-        engine = self.engine
         tokenizer = engine.engine.tokenizer
         answer: Answer
         if isinstance(call, CompletionCall):

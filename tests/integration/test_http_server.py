@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
@@ -765,7 +766,7 @@ def test_too_many_requests_are_refused_with_a_time_to_wait(http, service, monkey
 
 
 def test_too_many_waiting_completions_are_refused(running, engine):
-    address, service = running.start_service(ServerConfig(max_waiting_completions=20), engine)
+    address, _ = running.start_service(ServerConfig(max_waiting_completions=20), engine)
 
     async def work(client):
         many = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "a", "n": 60, "max_tokens": 20, **GREEDY}))
@@ -843,6 +844,27 @@ def test_a_body_of_another_type_or_encoding_is_a_400(http):
     )
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     assert refused(http.post(COMPLETIONS, content=b"{}", headers=headers))["param"] == "Content-Encoding"
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /health HTTP/1.1\r\nHost:", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET /he"]
+)
+def test_a_connection_whose_headers_do_not_come_is_closed(running, engine, sent):
+    address, _ = running.start_service(ServerConfig(header_timeout_s=0.2), engine)
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(sent)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(4096):  # to its end
+                received += part
+    assert received.startswith(b"HTTP/1.1 200") == (b"\r\n\r\n" in sent)
+
+
+def test_an_answer_may_take_longer_than_headers_may(running, engine):
+    address, _ = running.start_service(ServerConfig(header_timeout_s=0.02), engine)
+    with httpx.Client(base_url=address, timeout=60) as client:
+        assert completion(client, n=64, max_tokens=80)["usage"]["completion_tokens"] == 64 * 80
 
 
 def test_headers_over_the_limit_are_refused(http):

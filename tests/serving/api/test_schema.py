@@ -248,6 +248,13 @@ def test_a_chat_fills_the_context_by_default_and_the_models_own_settings_come_be
     assert defaults == {"temperature": 0.3, "top_k": 7}
 
 
+def test_a_message_that_goes_on_opens_no_new_turn():
+    messages = [*MESSAGES, {"role": "assistant", "content": "b"}]
+    args = parse_chat({"messages": messages, "continue_final_message": True}, CONFIG).template_args
+    assert (args.add_generation_prompt, args.continue_final_message) == (False, True)
+    assert parse_chat({"messages": messages}, CONFIG).template_args.add_generation_prompt
+
+
 def test_stream_options_are_read():
     options = {"include_usage": True, "continuous_usage_stats": None}
     call = parse_completion({"prompt": "a", "stream": True, "stream_options": options}, CONFIG)
