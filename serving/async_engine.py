@@ -182,7 +182,7 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._error is None and self._thread.is_alive()  # the error comes first, then callers are told
 
     def _send(self, command: Callable[[], None]) -> bool:
         """Give the engine's thread something to do; False once it has stopped."""
