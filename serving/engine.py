@@ -416,6 +416,11 @@ class Engine:
     def has_work(self) -> bool:
         return self._failure is None and (self._pending is not None or self.scheduler.has_work())
 
+    @property
+    def is_alive(self) -> bool:
+        """False once a step has ended halfway."""
+        return self._failure is None
+
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise RuntimeError("the engine has stopped: a step ended halfway") from self._failure

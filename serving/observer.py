@@ -44,7 +44,8 @@ class StepRecord:
     decode_rows: Sequence[tuple[int, int]]  # (keys that the first token sees, tokens sampled) of each live slot
     prefill_rows: Sequence[tuple[int, int]]  # (keys that the first token sees, tokens) of each chunk
     num_sampled_chunks: int
-    tokens_by_tenant: Mapping[str, int]  # computed: of prefill and of decode
+    prefill_tokens_by_tenant: Mapping[str, int]
+    decode_tokens_by_tenant: Mapping[str, int]
     gaps_s: Mapping[float, int]  # since the tokens that a completion got before: how many completions
     first_tokens: Sequence[FirstToken]
 
@@ -109,7 +110,8 @@ def step_record(
     """The record of a step that was just read; to be made before the events are worked on."""
     chunk_slots = {chunk.slot for chunk in schedule.prefill}
     decode_rows: list[tuple[int, int]] = []
-    tenants: Counter[str] = Counter()
+    prefill_tenants: Counter[str] = Counter()
+    decode_tenants: Counter[str] = Counter()
     last_times_s: Counter[float] = Counter()
     first_tokens = []
     for event in events:
@@ -119,7 +121,7 @@ def step_record(
         if event.slot not in chunk_slots:
             # The newest of the tokens known before is the input of the first pass, which sees them all.
             decode_rows.append((request.num_tokens - num_tokens, num_tokens))
-            tenants[request.context.tenant] += num_tokens
+            decode_tenants[request.context.tenant] += num_tokens
         if request.last_token_time_s is not None:
             last_times_s[request.last_token_time_s] += 1
         else:
@@ -131,7 +133,7 @@ def step_record(
                 )
             )
     for chunk in schedule.prefill:
-        tenants[chunk.request.context.tenant] += len(chunk.token_ids)
+        prefill_tenants[chunk.request.context.tenant] += len(chunk.token_ids)
     return StepRecord(
         phase="decode" if not schedule.prefill else "mixed" if schedule.decode else "prefill",
         read_time_s=read_time_s,
@@ -142,7 +144,8 @@ def step_record(
         decode_rows=decode_rows,
         prefill_rows=[(chunk.start + 1, len(chunk.token_ids)) for chunk in schedule.prefill],
         num_sampled_chunks=sum(chunk.samples for chunk in schedule.prefill),
-        tokens_by_tenant=tenants,
+        prefill_tokens_by_tenant=prefill_tenants,
+        decode_tokens_by_tenant=decode_tenants,
         gaps_s={read_time_s - time_s: count for time_s, count in last_times_s.items()},
         first_tokens=first_tokens,
     )

@@ -36,6 +36,10 @@ class PageAllocator:
         return len(self._free) + len(self._evictable)
 
     @property
+    def num_evictable_pages(self) -> int:
+        return len(self._evictable)
+
+    @property
     def num_quarantined_pages(self) -> int:
         return len(self._quarantine)
 
