@@ -511,13 +511,10 @@ class Engine:
                 if not chunk.samples and any(chunk.request is request for request in not_finite):
                     tokens[0, chunk.slot] = NOT_FINITE  # a chunk that samples says so itself
         events = self.scheduler.update(result.schedule, tokens)
-        record = None
         if self.observers:
             record = step_record(result.schedule, events, read_time_s=read_time_s, started_time_s=started_time_s)
-        deltas = [self._advance(event, result, read_time_s) for event in events]
-        if record is not None:
             self._notify("step_read", record)
-        return deltas
+        return [self._advance(event, result, read_time_s) for event in events]
 
     def _record_prompt_logprobs(self, result: StepResult) -> list[Request]:
         """Keep the step's prompt log-probs; returns the requests whose values were not finite."""

@@ -13,10 +13,11 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from configs.operations import OperationsConfig
-from serving.bench.figures import Ceilings, model_cost
+from serving.bench.figures import Ceilings, Rows, model_cost
 from serving.observer import PHASES, CompletionRecord, EngineObserver, Phase, RequestRecord, StepRecord
 from serving.request import FinishReason
 
@@ -306,6 +307,8 @@ class EngineMetrics(EngineObserver):
             record = self._records.popleft()
             if isinstance(record, StepRecord):
                 steps.append(record)
+                for tenant in (*record.prefill_tokens_by_tenant, *record.decode_tokens_by_tenant):
+                    self._tenant_label(tenant)  # first come, first served, however records fall into batches
             else:
                 self._add_request(record)
         if steps:
@@ -324,8 +327,8 @@ class EngineMetrics(EngineObserver):
             if not of_phase:
                 continue
             window.read_bytes[phase], window.flops[phase] = self.cost.passes(
-                [row for step in of_phase for row in step.decode_rows],
-                [row for step in of_phase for row in step.prefill_rows],
+                _joined([step.decode_rows for step in of_phase]),
+                _joined([step.prefill_rows for step in of_phase]),
                 num_sampled=sum(step.num_decode_tokens + step.num_sampled_chunks for step in of_phase),
                 num_passes=sum(step.num_decode_steps for step in of_phase),
             )
@@ -592,12 +595,19 @@ class EngineMetrics(EngineObserver):
         registry.register(self)
         return registry
 
-    def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """(body, content type) of a scrape; `accept` is the request's header of that name."""
-        from prometheus_client.exposition import choose_encoder
+    def exposition(self) -> tuple[bytes, str]:
+        """(body, content type) of a scrape.
 
-        encode, content_type = choose_encoder(accept)
-        return encode(self.registry()), content_type
+        Always the plain text format, which every scraper reads: as OpenMetrics, prometheus_client 0.26 writes the names of
+        samples with `_` for `:` where the scraper does not ask for UTF-8, and vLLM's names would be lost.
+        """
+        from prometheus_client import exposition
+
+        return exposition.generate_latest(self.registry()), exposition.CONTENT_TYPE_PLAIN_0_0_4
+
+
+def _joined(rows: Sequence[Rows]) -> Rows:
+    return list(chain.from_iterable(keys for keys, _ in rows)), list(chain.from_iterable(count for _, count in rows))
 
 
 def _cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:

@@ -5,11 +5,11 @@ Records hold no token ids and no text, so nothing that is made of them can give 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from serving.bench.figures import Rows
 from serving.request import FinishReason, Request, RequestContext, SamplingParams
 from serving.scheduling.schedule import Schedule
 from serving.scheduling.scheduler import StepEvent
@@ -41,21 +41,15 @@ class StepRecord:
     num_decode_slots: int  # of the program
     num_decode_steps: int  # forward passes over them
     prefill_bucket: int  # token places of the program; 0 without prefill
-    decode_rows: Sequence[tuple[int, int]]  # (keys that the first token sees, tokens sampled) of each live slot
-    prefill_rows: Sequence[tuple[int, int]]  # (keys that the first token sees, tokens) of each chunk
+    decode_rows: Rows  # of each live slot: keys that its first token sees, tokens sampled
+    prefill_rows: Rows  # of each chunk: keys that its first token sees, tokens
+    num_decode_tokens: int
+    num_prefill_tokens: int
     num_sampled_chunks: int
     prefill_tokens_by_tenant: Mapping[str, int]
     decode_tokens_by_tenant: Mapping[str, int]
     gaps_s: Mapping[float, int]  # since the tokens that a completion got before: how many completions
     first_tokens: Sequence[FirstToken]
-
-    @property
-    def num_decode_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens in self.decode_rows)
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens in self.prefill_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +92,7 @@ class EngineObserver:
         """It has ended, by whatever end."""
 
     def step_read(self, record: StepRecord) -> None:
-        """A step's tokens have come."""
+        """A step's tokens have come; the requests that end with it are reported after it."""
 
     def request_finished(self, record: RequestRecord) -> None:
         """The last completion of a request has ended."""
@@ -109,21 +103,23 @@ def step_record(
 ) -> StepRecord:
     """The record of a step that was just read; to be made before the events are worked on."""
     chunk_slots = {chunk.slot for chunk in schedule.prefill}
-    decode_rows: list[tuple[int, int]] = []
-    prefill_tenants: Counter[str] = Counter()
-    decode_tenants: Counter[str] = Counter()
-    last_times_s: Counter[float] = Counter()
-    first_tokens = []
-    for event in events:
-        request, num_tokens = event.request, len(event.new_token_ids)
-        if not num_tokens:
+    num_keys, num_sampled, first_tokens = [], [], []
+    prefill_tenants: dict[str, int] = {}
+    decode_tenants: dict[str, int] = {}
+    last_times_s: dict[float, int] = {}
+    for event in events:  # once for each running sequence: kept short
+        request, count = event.request, len(event.new_token_ids)
+        if not count:
             continue
         if event.slot not in chunk_slots:
             # The newest of the tokens known before is the input of the first pass, which sees them all.
-            decode_rows.append((request.num_tokens - num_tokens, num_tokens))
-            decode_tenants[request.context.tenant] += num_tokens
-        if request.last_token_time_s is not None:
-            last_times_s[request.last_token_time_s] += 1
+            num_keys.append(len(request.prompt_token_ids) + len(request.output_token_ids) - count)
+            num_sampled.append(count)
+            tenant = request.context.tenant
+            decode_tenants[tenant] = decode_tenants.get(tenant, 0) + count
+        last_time_s = request.last_token_time_s
+        if last_time_s is not None:
+            last_times_s[last_time_s] = last_times_s.get(last_time_s, 0) + 1
         else:
             first_tokens.append(
                 FirstToken(
@@ -133,7 +129,8 @@ def step_record(
                 )
             )
     for chunk in schedule.prefill:
-        prefill_tenants[chunk.request.context.tenant] += len(chunk.token_ids)
+        tenant = chunk.request.context.tenant
+        prefill_tenants[tenant] = prefill_tenants.get(tenant, 0) + len(chunk.token_ids)
     return StepRecord(
         phase="decode" if not schedule.prefill else "mixed" if schedule.decode else "prefill",
         read_time_s=read_time_s,
@@ -141,8 +138,13 @@ def step_record(
         num_decode_slots=schedule.num_decode_slots,
         num_decode_steps=schedule.num_decode_steps,
         prefill_bucket=schedule.prefill_bucket,
-        decode_rows=decode_rows,
-        prefill_rows=[(chunk.start + 1, len(chunk.token_ids)) for chunk in schedule.prefill],
+        decode_rows=(num_keys, num_sampled),
+        prefill_rows=(
+            [chunk.start + 1 for chunk in schedule.prefill],
+            [len(chunk.token_ids) for chunk in schedule.prefill],
+        ),
+        num_decode_tokens=sum(num_sampled),
+        num_prefill_tokens=schedule.num_prefill_tokens,
         num_sampled_chunks=sum(chunk.samples for chunk in schedule.prefill),
         prefill_tokens_by_tenant=prefill_tenants,
         decode_tokens_by_tenant=decode_tenants,

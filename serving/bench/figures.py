@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike
 if TYPE_CHECKING:
     from serving.engine import Engine
 
-type Row = tuple[int, int]  # keys that the first of a sequence's queries sees, queries: consecutive ones
+# Consecutive queries of several sequences: of each, the keys that its first query sees, and how many they are.
+type Rows = tuple[Sequence[int], Sequence[int]]
 
 
 def keys_seen(first: ArrayLike, num_queries: ArrayLike, window: int | None) -> int:
@@ -57,18 +58,17 @@ class ModelCost:
         )
 
     def passes(
-        self, decode_rows: Sequence[Row], prefill_rows: Sequence[Row], *, num_sampled: int, num_passes: int
+        self, decode_rows: Rows, prefill_rows: Rows, *, num_sampled: int, num_passes: int
     ) -> tuple[float, float]:
         """(bytes read, FLOPs) of forward passes over rows of decoding sequences and of prompt chunks.
 
         num_sampled: tokens whose logits were taken. Bytes: the weights once a pass, and the live KV of each decoded
         token. Keys that a prompt's later chunks read again are left out: how often depends on the kernel.
         """
-        decode, prefill = _columns(decode_rows), _columns(prefill_rows)
-        decode_keys = self.keys(*decode)
-        num_tokens = int(decode[1].sum() + prefill[1].sum())
+        decode_keys = self.keys(*decode_rows)
+        num_tokens = sum(decode_rows[1]) + sum(prefill_rows[1])
         flops = 2.0 * (num_tokens * self.layer_params + num_sampled * self.head_params)
-        flops += self.attention_flops(decode_keys + self.keys(*prefill))
+        flops += self.attention_flops(decode_keys + self.keys(*prefill_rows))
         return num_passes * self.weight_bytes + self.kv_token_bytes * decode_keys, flops
 
     def attention_flops(self, num_keys: float) -> float:
@@ -80,22 +80,21 @@ class ModelCost:
         Step i of 1, 2, ... sees context + i keys. The first output token comes from prefill and is not among them.
         """
         num_bytes, flops = self.passes(
-            [(context + 1, num_steps)] * batch, (), num_sampled=batch * num_steps, num_passes=num_steps
+            ([context + 1] * batch, [num_steps] * batch),
+            ((), ()),
+            num_sampled=batch * num_steps,
+            num_passes=num_steps,
         )
         return num_bytes / num_steps, flops / num_steps
 
     def generate(self, lengths: Sequence[tuple[int, int]], num_passes: int) -> tuple[float, float]:
         """(bytes, FLOPs) of requests of (input, output) tokens that ran in `num_passes` forward passes."""
         return self.passes(
-            [(num_input + 1, num_output - 1) for num_input, num_output in lengths],  # the last token is not run
-            [(1, num_input) for num_input, _ in lengths],
+            ([i + 1 for i, _ in lengths], [o - 1 for _, o in lengths]),  # the last token is not run
+            ([1] * len(lengths), [i for i, _ in lengths]),
             num_sampled=sum(num_output for _, num_output in lengths),
             num_passes=num_passes,
         )
-
-
-def _columns(rows: Sequence[Row]) -> np.ndarray:
-    return np.array(rows, np.int64).reshape(-1, 2).T
 
 
 def model_cost(engine: Engine) -> ModelCost:
