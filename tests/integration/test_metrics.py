@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -140,13 +141,13 @@ def truth(log, config, model_name):
         values["headrace_requests_total"][plain] += 1
         if request["tokens"][0] or (params.max_tokens == 0 and request["done"] and request["ends"][0][1] == "length"):
             values["vllm:prompt_tokens_total"][plain] += prompt
-        for index, times in request["tokens"].items():
+        for times in request["tokens"].values():
             values["vllm:generation_tokens_total"][plain] += len(times)
             if times:
                 seen["vllm:time_to_first_token_seconds"][plain].append(times[0] - arrival)
                 seen["headrace_time_to_first_token_seconds"][length].append(times[0] - arrival)
             steps = sorted(set(times))
-            seen["vllm:inter_token_latency_seconds"][plain] += [b - a for a, b in zip(steps, steps[1:], strict=False)]
+            seen["vllm:inter_token_latency_seconds"][plain] += [b - a for a, b in itertools.pairwise(steps)]
         for _, reason in request["ends"].values():
             values["vllm:request_success_total"][(reason,)] += 1
         if not request["done"]:
