@@ -266,7 +266,7 @@ class EngineMetrics(EngineObserver):
         self.is_stuck = is_stuck
         self.cost = model_cost(engine)
         self.num_devices: int = engine.runner.mesh.size
-        self._start_s = engine.now()
+        self.start_s = engine.now()
         self._records: deque[StepRecord | RequestRecord] = deque()
         self._lock = threading.Lock()  # of all below, which only `_work_in` and the readers touch
         self._sums: dict[str, dict[tuple[str, ...], float]] = defaultdict(lambda: defaultdict(float))
@@ -473,7 +473,7 @@ class EngineMetrics(EngineObserver):
             usd_per_s = self.config.gpu_hour_usd / 3600
             by_tenant = values.get("headrace_tenant_device_seconds_total", {})
             values["headrace_tenant_cost_usd_total"] = {key: s * usd_per_s for key, s in by_tenant.items()}
-            up_s = self.engine.now() - self._start_s
+            up_s = self.engine.now() - self.start_s
             values["headrace_cost_usd_total"] = {(): up_s * usd_per_s * self.num_devices}
         for name, series in self.series.items():
             if series.kind == "counter" and not series.labels and name != "headrace_cost_usd_total":

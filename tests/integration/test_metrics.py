@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from serving.engine import build_engine
 from serving.metrics import LENGTH_BOUNDS, REFUSALS, EngineMetrics, series_of
 from serving.observer import EngineObserver
 from serving.request import RequestContext, RequestStatus
+from serving.status import status_snapshot
 
 TINY = Path(__file__).parents[1] / "data" / "tiny"
 CEILINGS = Ceilings(
@@ -538,3 +540,116 @@ def test_times_of_a_request_are_in_its_output(fresh, clock):
     assert output["arrival_time_s"] == 100.0 and output["first_scheduled_time_s"] == times[0]
     assert output["first_token_time_s"] == times[1]
     assert output["last_token_time_s"] == output["finish_time_s"] == times[-1]
+
+
+def schema_problems(value, schema, where="$"):
+    """Where a JSON value departs from `schema`: types, tuples of them, dicts of named parts, [item], or {str: item}."""
+    if isinstance(schema, dict) and str not in schema:
+        if not isinstance(value, dict) or value.keys() != schema.keys():
+            return [where]
+        return [p for key, part in schema.items() for p in schema_problems(value[key], part, f"{where}.{key}")]
+    if isinstance(schema, dict):
+        if not isinstance(value, dict):
+            return [where]
+        return [p for key, item in value.items() for p in schema_problems(item, schema[str], f"{where}.{key}")]
+    if isinstance(schema, list):
+        if not isinstance(value, list):
+            return [where]
+        return [p for i, item in enumerate(value) for p in schema_problems(item, schema[0], f"{where}[{i}]")]
+    return [] if isinstance(value, schema) and not isinstance(value, bool if schema is not bool else ()) else [where]
+
+
+NUMBER, MAYBE = (int, float), (int, float, type(None))
+PERCENTILES = {"p50_s": MAYBE, "p90_s": MAYBE, "p99_s": MAYBE}
+BY_PHASE = {"decode": MAYBE, "prefill": MAYBE, "mixed": MAYBE}
+SNAPSHOT = {
+    "state": str,
+    "model": {"name": str, "engine": str, "dtype": str, "kv_dtype": str, "max_model_len": int},
+    "queues": {"num_running": int, "num_slots": int, "num_waiting": int, "num_waiting_tokens": int},
+    "kv": {
+        "page_size": int,
+        "pages": {"held": NUMBER, "cached": NUMBER, "free": NUMBER, "quarantined": NUMBER},
+        "used_fraction": NUMBER,
+        "waste_fraction": MAYBE,
+        "cells": [[NUMBER]],
+    },
+    "steps": {"window_s": NUMBER, "tokens": {"decode": int, "prefill": int, "padding": int, "idle": int}},
+    "latency": {
+        "num_completions": int,
+        "ttft": {"target_s": NUMBER, **PERCENTILES},
+        "tpot": {"target_s": NUMBER, **PERCENTILES},
+        "by_length": [{"input_tokens": str, "num_completions": int, "ttft": PERCENTILES, "tpot": PERCENTILES}],
+    },
+    "prefix_cache": {"enabled": bool, "queried_tokens": NUMBER, "hit_tokens": NUMBER, "hit_fraction": MAYBE},
+    "hardware": {
+        "mbu": BY_PHASE,
+        "mfu": BY_PHASE,
+        "device_idle_fraction_min": NUMBER,
+        "device_idle_fraction_max": NUMBER,
+    },
+    "mesh": {
+        "axes": [{"name": str, "size": int}],
+        "device_kind": str,
+        "num_devices": int,
+        "devices": [{"id": int, "process": int, "place": [int]}],
+        "memory_bytes": {"weights": int, "slot_table": int, "workspace": int, "kv_pool": int, "slack": int},
+    },
+    "totals": {
+        "uptime_s": NUMBER,
+        "requests": NUMBER,
+        "refused": {str: NUMBER},
+        "finished": {str: NUMBER},
+        "prompt_tokens": NUMBER,
+        "generation_tokens": NUMBER,
+        "preemptions": NUMBER,
+        "compiles": NUMBER,
+        "programs": int,
+    },
+}
+
+
+def test_the_status_snapshot_is_json_of_its_schema_before_while_and_after_serving(fresh, clock):
+    metrics = EngineMetrics(fresh, model_name="tiny", ceilings=CEILINGS)
+
+    def snapshot():
+        found = json.loads(json.dumps(status_snapshot(fresh, metrics), allow_nan=False))
+        assert schema_problems(found, SNAPSHOT) == []
+        return found
+
+    empty = snapshot()
+    assert empty["state"] == "ready" and empty["latency"]["ttft"]["p50_s"] is None
+    assert empty["hardware"]["mbu"] == {"decode": None, "prefill": None, "mixed": None}
+    assert sum(held + cached for held, cached in empty["kv"]["cells"]) == 0
+    context = RequestContext(tenant="a-tenant")
+    for _ in range(8):
+        fresh.add([1] * 20, SamplingParams(max_tokens=12, ignore_eos=True), context=context)
+    for _ in range(3):
+        clock.move(32)
+        fresh.step()
+    running = snapshot()
+    assert running["queues"] == {"num_running": 6, "num_slots": 6, "num_waiting": 2, "num_waiting_tokens": 40}
+    num_pages = fresh.runner.num_pages - 1
+    cells = running["kv"]["cells"]
+    assert len(cells) == num_pages and sum(held for held, _ in cells) == running["kv"]["pages"]["held"] > 0
+    while fresh.has_work():
+        clock.move(32)
+        fresh.step()
+    done = snapshot()
+    assert done["totals"]["finished"]["length"] == done["latency"]["num_completions"] == 8
+    assert done["totals"]["generation_tokens"] == 96 and done["prefix_cache"]["hit_tokens"] > 0
+    assert done["latency"]["ttft"]["p50_s"] >= 1 / 16 and done["hardware"]["mbu"]["decode"] > 0
+    assert sum(cached for _, cached in done["kv"]["cells"]) == done["kv"]["pages"]["cached"] > 0
+    assert "a-tenant" not in json.dumps(done)
+    metrics.is_stuck = lambda: True
+    assert snapshot()["state"] == "stuck"
+
+
+def test_cells_of_the_pool_are_equal_shares_of_its_pages(fresh):
+    pages = fresh.scheduler.page_allocator
+    held = pages.try_allocate(7)
+    assert held == list(range(1, 8))
+    assert pages.occupancy(1) == [(7 / 51, 0.0)]
+    assert pages.occupancy(3) == [(7 / 17, 0.0), (0.0, 0.0), (0.0, 0.0)]
+    assert pages.occupancy(51)[:8] == [(1.0, 0.0)] * 7 + [(0.0, 0.0)]
+    pages.free(held, after_step=0)
+    assert {cell for cell in pages.occupancy(240)} == {(0.0, 0.0)}
