@@ -1,6 +1,6 @@
-"""What the engine tells those who watch it: one record a step and one a request, numbers only. No JAX here.
+"""What the engine tells those who watch it: one record a step and one a request. No JAX here.
 
-Records hold no token ids and no text, so nothing that is made of them can give a prompt away.
+Records hold counts and times, and no prompt or output, so that nothing that is made of them can give one away.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RequestRecord:
 
     request_id: str
     context: RequestContext
-    params: SamplingParams  # holds texts of the client (stop): not for logs
+    params: SamplingParams  # its `stop` is text of the client: not for logs or traces
     num_prompt_tokens: int
     num_cached_tokens: int
     arrival_time_s: float
