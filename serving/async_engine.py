@@ -21,7 +21,7 @@ from typing import Any
 
 from configs.engine import EngineConfig, MeshConfig
 from serving.engine import CheckedRequest, Engine, OutputDelta, Prompt, build_engine
-from serving.request import RequestOutput, SamplingParams
+from serving.request import RequestContext, RequestOutput, SamplingParams
 from serving.validation import check_request_id
 
 logger = logging.getLogger(__name__)
@@ -83,11 +83,16 @@ class AsyncEngine:
         return cls(build_engine(model, config or EngineConfig(), mesh_config or MeshConfig(), **kwargs))
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        context: RequestContext | None = None,
     ) -> AsyncGenerator[tuple[OutputDelta, RequestOutput | None], None]:
         """Yield (delta, None) as tokens come, and the whole RequestOutput beside the last delta.
 
-        The engine names a request without `request_id`. Raises RequestError for a refused request. Leaving the iterator
+        The engine names a request without `request_id`. `context` is for metrics, logs and traces. Raises RequestError for a refused request. Leaving the iterator
         early aborts the request.
         """
         if request_id is not None:
@@ -96,12 +101,17 @@ class AsyncEngine:
             checked = await asyncio.to_thread(self.engine.check, prompt, params)
         else:
             checked = self.engine.check(prompt, params)
-        async with contextlib.aclosing(self.generate_checked([checked], [request_id])) as items:
+        requests = self.generate_checked([checked], [request_id], context=context)
+        async with contextlib.aclosing(requests) as items:
             async for _, delta, output in items:
                 yield delta, output
 
     async def generate_checked(
-        self, checked: Sequence[CheckedRequest], request_ids: Sequence[str | None] | None = None
+        self,
+        checked: Sequence[CheckedRequest],
+        request_ids: Sequence[str | None] | None = None,
+        *,
+        context: RequestContext | None = None,
     ) -> AsyncGenerator[tuple[int, OutputDelta, RequestOutput | None], None]:
         """Run requests that `Engine.check` has found right, queued together and in order, until all have finished.
 
@@ -115,7 +125,7 @@ class AsyncEngine:
 
         def add_all() -> None:
             for request, request_id, stream in zip(checked, ids, streams, strict=True):
-                self._add(request, request_id, stream)
+                self._add(request, request_id, context, stream)
 
         if not self._send(add_all):
             raise EngineDeadError("the engine has stopped") from self._error
@@ -137,6 +147,8 @@ class AsyncEngine:
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams,
         request_id: str | None = None,
+        *,
+        context: RequestContext | None = None,
         **template_args: Any,
     ) -> AsyncGenerator[tuple[OutputDelta, RequestOutput | None], None]:
         """Answer one conversation, through the model's chat template; yields as `generate` does.
@@ -144,7 +156,7 @@ class AsyncEngine:
         template_args are those of `serving.text.chat_template.ChatTemplate.render`, such as tools.
         """
         prompt = await asyncio.to_thread(functools.partial(self.engine.render_chat, messages, **template_args))
-        async with contextlib.aclosing(self.generate(prompt, params, request_id)) as stream:
+        async with contextlib.aclosing(self.generate(prompt, params, request_id, context=context)) as stream:
             async for item in stream:
                 yield item
 
@@ -194,12 +206,14 @@ class AsyncEngine:
 
     # In the engine's thread
 
-    def _add(self, checked: CheckedRequest, request_id: str | None, stream: _Stream) -> None:
+    def _add(
+        self, checked: CheckedRequest, request_id: str | None, context: RequestContext | None, stream: _Stream
+    ) -> None:
         if self._error is not None:
             stream.put(self._dead())
             return
         try:
-            stream.request_id = self.engine.add_checked(checked, request_id)
+            stream.request_id = self.engine.add_checked(checked, request_id, context=context)
         except Exception as error:  # nothing has changed: this is its caller's alone, whatever it is
             stream.put(error)
         else:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
+
+from serving.operations.trace_context import TraceContext
 
 MAX_N = 128  # completions of one prompt
 MAX_LOGPROBS = 20
@@ -19,6 +21,7 @@ MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 1024
 MAX_TOKEN_LIST = 65536  # allowed or banned token ids of one request
 MAX_SEED = 2**64 - 1
+MAX_TENANT_CHARS = 64
 MIN_TEMPERATURE = 1e-5  # below it logits over temperature lose all but the best token: greedy
 
 
@@ -191,6 +194,23 @@ class SamplingParams:
         return bool(self.logit_bias) or self.allowed_token_ids is not None or bool(self.banned_token_ids)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestContext:
+    """Who asks and within what, for metrics, logs and traces; it alters no token. Raises RequestError."""
+
+    tenant: str = "default"  # whom tokens and cost are counted for
+    operation: Literal["chat", "text_completion"] = "text_completion"
+    trace: TraceContext | None = None  # the caller's span
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tenant, str) or not 1 <= len(self.tenant) <= MAX_TENANT_CHARS:
+            raise RequestError(
+                "tenant", f"must be a name of 1 to {MAX_TENANT_CHARS} characters, got {shown(self.tenant)}"
+            )
+        if not self.tenant.isascii() or not self.tenant.isprintable():
+            raise RequestError("tenant", f"must be of printable ASCII characters, got {shown(self.tenant)}")
+
+
 @dataclass(kw_only=True)
 class Request:
     """One sequence to complete, on the host. The scheduler owns it from `add` until it is finished.
@@ -206,7 +226,7 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()  # params.stop_token_ids plus the model's eos unless ignore_eos
     child_index: int = 0  # which of params.n
     seed: int = 0  # 64-bit; mixed with child_index on the host, with the position on the device
-    arrival_time_s: float = 0.0
+    context: RequestContext = RequestContext()
     cache_salt: bytes = b""  # requests of different salts never share pages through the prefix cache
 
     status: RequestStatus = RequestStatus.WAITING
@@ -218,6 +238,13 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id or string that stopped it
     error: str | None = None
+
+    # Of the engine's clock, in this order; None: not yet, or never. A token's time is that of reading its step.
+    arrival_time_s: float = 0.0
+    first_scheduled_time_s: float | None = None  # the first time it was given a slot
+    first_token_time_s: float | None = None
+    last_token_time_s: float | None = None
+    finish_time_s: float | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -66,6 +66,7 @@ class PendingStep:
     output: programs.StepOutput
     with_logprobs: bool
     scores: list[PromptScores] = field(default_factory=list)
+    dispatch_time_s: float = 0.0  # of the engine's clock
 
     def read(self) -> StepResult:
         """Wait for the step and copy what was asked for to the host."""

@@ -158,6 +158,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens, prompt and output, that waiting requests have: what is to be computed less prefix hits."""
+        return sum(s.request.num_tokens for s in list(self._waiting))  # a copy: other threads may ask
+
+    @property
     def num_unused_page_tokens(self) -> int:
         """Tokens that the pages of running requests could hold beyond those they have: the waste of paging."""
         page_size = self.config.page_size
