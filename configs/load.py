@@ -17,6 +17,7 @@ from typing import Any
 
 from configs.checks import ConfigError
 from configs.engine import EngineConfig, MeshConfig
+from configs.operations import OperationsConfig
 from configs.run import Configs, RunConfig
 from configs.server import ServerConfig
 
@@ -25,6 +26,7 @@ CONFIG_CLASSES = {
     "EngineConfig": EngineConfig,
     "MeshConfig": MeshConfig,
     "ServerConfig": ServerConfig,
+    "OperationsConfig": OperationsConfig,
 }
 PRESET_FOLDER = Path(__file__).parent  # models/, hardware/ and runs/ with the gin files we ship
 
@@ -64,7 +66,7 @@ def config_text(configs: Configs) -> str:
     Secrets (fields that their config's repr leaves out) are not shown.
     """
     lines = []
-    for config in (configs.run, configs.engine, configs.mesh, configs.server):
+    for config in (configs.run, configs.engine, configs.mesh, configs.server, configs.operations):
         for field in dataclasses.fields(config):
             if not field.repr:
                 lines.append(f"# {type(config).__name__}.{field.name} is not shown: {len(getattr(config, field.name))}")
@@ -102,6 +104,7 @@ def _build(values: Mapping[str, Mapping[str, Any]], origins: Mapping[tuple[str, 
         engine=built["EngineConfig"],
         mesh=built["MeshConfig"],
         server=built["ServerConfig"],
+        operations=built["OperationsConfig"],
     )
 
 

@@ -17,9 +17,8 @@ class OperationsConfig:
     max_tenants: int = 64  # tenants with series of their own; those that come later share one, "other"
     stuck_step_s: float = 60.0  # a step that takes longer is reported as stuck
     measure_peaks: bool = True  # time the device at start, so that MFU and MBU can be given
-    otlp_endpoint: str | None = (
-        None  # URL that spans are sent to, such as http://localhost:4318/v1/traces; None: no spans
-    )
+    # URL that spans are sent to, such as http://localhost:4318/v1/traces; None: no spans
+    otlp_endpoint: str | None = None
     json_logs: bool = False  # log one JSON object a line, with a line for each request
 
     def __post_init__(self) -> None:

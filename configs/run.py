@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from configs.checks import ConfigError
 from configs.engine import EngineConfig, MeshConfig
+from configs.operations import OperationsConfig
 from configs.server import ServerConfig
 
 
@@ -41,3 +42,4 @@ class Configs:
     engine: EngineConfig = field(default_factory=EngineConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    operations: OperationsConfig = field(default_factory=OperationsConfig)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from configs.checks import ConfigError, check_float, check_int, fail
 
 MAX_PORT = 65535
+_TENANT = re.compile(r"[ -~]{1,64}")
+_HEADER_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,10 @@ class ServerConfig:
     # Bearer keys, one of which every call but health checks must bring; none: everybody may call. A gin file keeps them
     # out of the list of processes.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    # Tenants that metrics and logs count for, one for each of api_keys, in their order; none: all are "default".
+    api_key_tenants: tuple[str, ...] = ()
+    # Header in which a trusted proxy, and nobody else, names the tenant, instead of api_key_tenants.
+    tenant_header: str | None = None
     served_model_name: str | None = None  # what clients call the model; None: the model source
     drain_grace_s: float = 30.0  # running requests may go on for so long after SIGTERM
     max_concurrent_requests: int = 1024  # requests in flight, running and waiting; further ones get 429
@@ -58,6 +65,7 @@ class ServerConfig:
         if len(set(ports)) < len(ports):
             fail(self, "port", f"is not its own: grpc_port={self.grpc_port}, admin_port={self.admin_port}")
         self._check_keys()
+        self._check_tenants()
         model = self.served_model_name
         if model is not None and (not isinstance(model, str) or not model.strip() or not model.isprintable()):
             fail(self, "served_model_name", "must be a name")
@@ -80,6 +88,23 @@ class ServerConfig:
         check_int(self, "max_schema_depth", minimum=1, maximum=64)
         check_int(self, "max_grammar_chars", minimum=1, maximum=2**20)
         check_float(self, "chat_template_s", above=0.0, maximum=60.0)
+
+    def _check_tenants(self) -> None:
+        tenants = self.api_key_tenants
+        if isinstance(tenants, list):  # from flags
+            tenants = tuple(tenants)
+            object.__setattr__(self, "api_key_tenants", tenants)
+        if not isinstance(tenants, tuple) or not all(
+            isinstance(name, str) and _TENANT.fullmatch(name) for name in tenants
+        ):
+            fail(self, "api_key_tenants", "must be names of 1 to 64 printable ASCII characters")
+        if tenants and len(tenants) != len(self.api_keys):
+            fail(self, "api_key_tenants", f"has {len(tenants)} names for {len(self.api_keys)} api_keys")
+        header = self.tenant_header
+        if header is not None and not (isinstance(header, str) and _HEADER_NAME.fullmatch(header)):
+            fail(self, "tenant_header", "must be the name of a header")
+        if header is not None and tenants:
+            fail(self, "tenant_header", "contradicts api_key_tenants: give one of them")
 
     def _check_keys(self) -> None:
         keys = self.api_keys

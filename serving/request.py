@@ -22,6 +22,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_TOKEN_LIST = 65536  # allowed or banned token ids of one request
 MAX_SEED = 2**64 - 1
 MAX_TENANT_CHARS = 64
+DEFAULT_TENANT = "default"
 MIN_TEMPERATURE = 1e-5  # below it logits over temperature lose all but the best token: greedy
 
 
@@ -198,7 +199,7 @@ class SamplingParams:
 class RequestContext:
     """Who asks and within what, for metrics, logs and traces; it alters no token. Raises RequestError."""
 
-    tenant: str = "default"  # whom tokens and cost are counted for
+    tenant: str = DEFAULT_TENANT  # whom tokens and cost are counted for
     operation: Literal["chat", "text_completion"] = "text_completion"
     trace: TraceContext | None = None  # the caller's span
 

@@ -25,5 +25,23 @@ class UnavailableError(Exception):
         self.retry_after_s = retry_after_s
 
 
+class GivenUpError(UnavailableError):
+    """A request that ran, and was given up because the server stops or its engine is dead."""
+
+
 class GenerationError(Exception):
     """A request that failed while it ran, through a fault that is not its client's."""
+
+
+def refusal_reason(error: Exception) -> str | None:
+    """What a request that ended with `error` was refused for, as `Service.count_refusal` takes it. None: it ran."""
+    match error:
+        case RequestError():
+            return "invalid"
+        case OverloadedError():
+            return "overloaded"
+        case GivenUpError():
+            return None
+        case UnavailableError():
+            return "unavailable"
+    return None

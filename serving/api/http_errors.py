@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from serving.api.errors import GenerationError, OverloadedError, UnavailableError, UnknownModelError
+from serving.api.errors import GenerationError, OverloadedError, UnavailableError, UnknownModelError, refusal_reason
 from serving.request import RequestError
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,13 @@ def http_error(error: Exception) -> HttpError:
             return HttpError(500, str(error), code="generation_failed")
     logger.error("a request failed through a fault of the server", exc_info=error)
     return HttpError(500, "the server failed; its log says why", code="internal_error")
+
+
+def http_refusal_reason(error: Exception) -> str | None:
+    """`refusal_reason`, of errors that only HTTP knows too."""
+    if not isinstance(error, HttpError):
+        return refusal_reason(error)
+    return {401: "unauthorized", 413: "too_large", 431: "too_large"}.get(error.status, "invalid")
 
 
 def error_body(error: HttpError) -> dict[str, Any]:

@@ -6,25 +6,25 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import re
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configs.server import ServerConfig
-from serving.api.http_errors import HttpError, error_response
+from serving.api.http_errors import HttpError, error_response, http_refusal_reason
 from serving.api.schema import read_request_id
-from serving.request import RequestError
+from serving.operations.trace_context import TraceContext, parse_trace_context
+from serving.request import DEFAULT_TENANT, RequestContext, RequestError
 
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = (b"/health", b"/healthz", b"/readyz", b"/ping")  # answer without a key
 CLIENT_GONE_STATUS = 499  # in the log alone
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class ClientGoneError(Exception):
@@ -37,18 +37,31 @@ class RequestInfo:
 
     request_id: str
     is_named: bool  # by its client, in the header
-    traceparent: str | None  # W3C trace context of the caller, if it sent one
+    trace: TraceContext | None  # of the caller, if it sent one
+    tenant: str = DEFAULT_TENANT
+    response_id: str | None = None  # the name of its answer, and of the engine's request
 
 
 class FrontDoor:
     """ASGI middleware. Leaves the RequestInfo of a request in `scope["state"]["request"]`.
 
-    With keys, every path and method but GET and HEAD of OPEN_PATHS, spelled just so, needs one of them.
+    With keys, every path and method but GET and HEAD of OPEN_PATHS, spelled just so, needs one of them. A browser that
+    opens one of `pages` cannot bring one, so that its refusal is the page, which has nothing to tell and asks for a key.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig):
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        *,
+        pages: Mapping[bytes, Callable[[int], Response]],
+        count_refusal: Callable[[str | None], None],
+    ):
         self._app = app
         self._config = config
+        self._pages = pages
+        self._count_refusal = count_refusal
+        self._tenant_header = config.tenant_header.lower().encode() if config.tenant_header is not None else None
         self._digests = [_digest(key.encode()) for key in config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,39 +76,55 @@ class FrontDoor:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 names = [(b"x-request-id", info.request_id.encode())]
-                if info.traceparent is not None:
-                    names.append((b"traceparent", info.traceparent.encode()))
+                if info.trace is not None:
+                    names.append((b"traceparent", info.trace.traceparent.encode()))
                 message = {**message, "headers": [*message.get("headers", ()), *names]}
             await send(message)
             is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
-            if not self._may_pass(scope):
-                refusal = HttpError(
-                    401,
-                    "a valid API key is needed: Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-                await error_response(refusal)(scope, receive, named_send)
+            if not self._may_pass(scope, info):
+                await self._without_key(scope)(scope, receive, named_send)
             elif problem is not None:
-                await error_response(problem)(scope, receive, named_send)
+                await self._refuse(scope, problem)(scope, receive, named_send)
             else:
                 await self._app(scope, receive, named_send)
         except ClientGoneError:
             pass
         finally:
-            logger.info(
-                "%s %r %d %.1f ms request_id=%s traceparent=%s",
-                scope["method"],
-                scope["path"][:200],
-                status if is_complete else CLIENT_GONE_STATUS,
-                1e3 * (time.perf_counter() - started_s),
-                info.request_id,
-                info.traceparent,
-            )
+            if logger.isEnabledFor(logging.INFO):
+                fields = {
+                    "request_id": info.request_id,
+                    "response_id": info.response_id,
+                    "trace_id": info.trace.trace_id if info.trace is not None else None,
+                    "span_id": info.trace.span_id if info.trace is not None else None,
+                    "tenant": info.tenant,
+                    "method": scope["method"],
+                    "route": _route(scope),
+                    "status_code": status if is_complete else CLIENT_GONE_STATUS,
+                    "duration_s": time.perf_counter() - started_s,
+                }
+                logger.info("http_request", extra={"fields": fields})
 
-    def _may_pass(self, scope: Scope) -> bool:
+    def _refuse(self, scope: Scope, problem: Exception) -> Response:
+        if scope["method"] == "POST":  # pages that are open ask for their data again and again
+            self._count_refusal(http_refusal_reason(problem))
+        return error_response(problem)
+
+    def _without_key(self, scope: Scope) -> Response:
+        page = self._pages.get(scope.get("raw_path", b"")) if scope["method"] == "GET" else None
+        if page is not None and not header_values(scope, b"authorization"):
+            return page(401)
+        refusal = HttpError(
+            401,
+            "a valid API key is needed: Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        return self._refuse(scope, refusal)
+
+    def _may_pass(self, scope: Scope, info: RequestInfo) -> bool:
+        """Whether its key, which says whose request it is, or its path lets it in."""
         if not self._digests:
             return True
         if scope["method"] in ("GET", "HEAD") and scope.get("raw_path") in OPEN_PATHS:
@@ -106,7 +135,11 @@ class FrontDoor:
         scheme, _, key = given[0].partition(b" ")
         digest = _digest(key.strip())
         matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, whichever fits
-        return scheme.lower() == b"bearer" and any(matches)
+        if scheme.lower() != b"bearer" or True not in matches:
+            return False
+        if self._config.api_key_tenants:
+            info.tenant = self._config.api_key_tenants[matches.index(True)]
+        return True
 
     def _read_headers(self, scope: Scope) -> tuple[RequestInfo, Exception | None]:
         """The request's names, and what is wrong with its headers."""
@@ -124,14 +157,23 @@ class FrontDoor:
                 request_id = read_request_id("X-Request-Id", given[0].decode("latin-1"), self._config)
             except RequestError as error:
                 problem = error
-        traces = header_values(scope, b"traceparent")
-        # the standard has a broken one ignored: it is the business of proxies on the way, not of the client
-        trace = traces[0].decode("latin-1") if len(traces) == 1 else ""
+        parents, states = (
+            [value.decode("latin-1") for value in header_values(scope, name)]
+            for name in (b"traceparent", b"tracestate")
+        )
         info = RequestInfo(
             request_id=request_id or uuid.uuid4().hex,
             is_named=request_id is not None,
-            traceparent=trace if _TRACEPARENT.fullmatch(trace) else None,
+            trace=parse_trace_context(parents[0], states) if len(parents) == 1 else None,
         )
+        tenants = header_values(scope, self._tenant_header) if self._tenant_header is not None else []
+        if tenants and problem is None:
+            try:
+                if len(tenants) > 1:
+                    raise RequestError("tenant", f"{self._config.tenant_header} is given more than once")
+                info.tenant = RequestContext(tenant=tenants[0].decode("latin-1")).tenant
+            except RequestError as error:
+                problem = error
         return info, problem
 
 
@@ -189,6 +231,16 @@ async def _client_gone(receive: Receive) -> None:
 
 def header_values(scope: Scope, name: bytes) -> list[bytes]:
     return [value for key, value in scope["headers"] if key == name]
+
+
+def _route(scope: Scope) -> str:
+    """The request's path, with names for what its client chose in it."""
+    if "endpoint" not in scope:
+        return "unknown"
+    path: str = scope["path"]
+    for name, value in scope.get("path_params", {}).items():
+        path = f"{path.removesuffix(value)}{{{name}}}"
+    return path
 
 
 def _too_large(config: ServerConfig) -> HttpError:

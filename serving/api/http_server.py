@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import json
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,12 +22,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from configs.checks import ConfigError
 from configs.server import ServerConfig
-from serving.api.errors import UnavailableError
-from serving.api.http_errors import HttpError, error_body, error_response, http_error
+from serving.api.http_errors import HttpError, error_body, error_response, http_error, http_refusal_reason
 from serving.api.http_front_door import ClientGoneError, FrontDoor, RequestInfo, read_body, until_client_gone
 from serving.api.schema import GenerationCall
 from serving.api.service import Generation, Service
 from serving.api.strict_json import decode_object
+from serving.request import RequestContext
+from serving.status import load_page
 
 SMALL_BODY_BYTES = 16 * 2**10  # decoded in the event loop; larger ones in a thread
 BACKLOG = 2048
@@ -38,8 +41,17 @@ EVENT_STREAM_HEADERS = [
 ]
 
 
-def build_app(service: Service, *, version: str, metrics: ASGIApp | None = None) -> ASGIApp:
-    """The public routes. `metrics` answers GET /metrics where it is given."""
+def build_app(service: Service, *, version: str) -> ASGIApp:
+    """The public routes."""
+
+    async def metrics(_: Request) -> Response:
+        body, media_type = await asyncio.to_thread(service.metrics.exposition)
+        return Response(body, media_type=media_type)
+
+    async def status(_: Request) -> dict[str, Any]:
+        return await asyncio.to_thread(service.status)
+
+    pages = {"/status": _page("status"), "/chat": _page("chat")}
     routes: list[BaseRoute] = [
         Route("/v1/completions", _Post(service, service.parse_completion, _generate), methods=["POST"]),
         Route("/v1/chat/completions", _Post(service, service.parse_chat, _generate), methods=["POST"]),
@@ -49,36 +61,34 @@ def build_app(service: Service, *, version: str, metrics: ASGIApp | None = None)
         ),
         Route("/v1/models", _get(lambda _: {"object": "list", "data": service.models()})),
         Route("/v1/models/{model:path}", _get(lambda request: _model(service, request.path_params["model"]))),
-        Route("/health", _get(lambda _: _check_alive(service))),
-        Route("/healthz", _get(lambda _: _check_alive(service))),
+        Route("/health", _get(lambda _: service.check_alive())),
+        Route("/healthz", _get(lambda _: service.check_alive())),
         Route("/readyz", _get(lambda _: service.check_ready())),
         Route("/ping", _get(lambda _: service.check_ready())),
         Route("/load", _get(lambda _: {"server_load": service.num_in_flight, **_load(service)})),
         Route("/version", _get(lambda _: {"version": version})),
+        Route("/metrics", _get(metrics)),
+        Route("/status.json", _get(status)),
+        *(Route(path, _get(functools.partial(_open_page, page))) for path, page in pages.items()),
     ]
-    if metrics is not None:
-        routes.append(Route("/metrics", _Asgi(metrics), methods=["GET"]))
-    return _app(routes, service.config)
+    return _app(routes, service, pages)
 
 
 def build_admin_app(service: Service, *, version: str, config_text: str) -> ASGIApp:
     """Routes for those who run the server, on a port of their own; under the same keys."""
 
-    async def reset_prefix_cache(_: Request) -> Response:
-        try:
-            return JSONResponse({"num_pages": await service.engine.reset_prefix_cache()})
-        except Exception as error:
-            return error_response(error)
+    async def reset_prefix_cache(_: Request) -> dict[str, Any]:
+        return {"num_pages": await service.engine.reset_prefix_cache()}
 
     def server_info(_: Request) -> dict[str, Any]:
         return {"version": version, "model": service.model_name, "config": config_text, "stats": service.stats()}
 
     routes: list[BaseRoute] = [
-        Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
+        Route("/reset_prefix_cache", _get(reset_prefix_cache), methods=["POST"]),
         Route("/server_info", _get(server_info)),
-        Route("/health", _get(lambda _: _check_alive(service))),
+        Route("/health", _get(lambda _: service.check_alive())),
     ]
-    return _app(routes, service.config)
+    return _app(routes, service, {})
 
 
 class HttpServer:
@@ -149,16 +159,6 @@ def _protocol(header_timeout_s: float) -> type[H11Protocol]:
     return Protocol
 
 
-class _Asgi:
-    """An ASGI app as an endpoint: of a plain function a Route would think that it takes a Request."""
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
-
-
 class _Post:
     """ASGI endpoint of a JSON request: admitted, read, parsed, and answered while its client is there."""
 
@@ -185,6 +185,7 @@ class _Post:
         except ClientGoneError:
             raise
         except Exception as error:
+            self._service.count_refusal(http_refusal_reason(error))
             if is_started:  # nothing can be said any more: the connection is closed
                 raise
             await error_response(error)(scope, receive, send)
@@ -204,7 +205,9 @@ class _Post:
 
 
 async def _generate(service: Service, call: Any, scope: Scope, receive: Receive, send: Send) -> None:
-    generation = await service.start(call)
+    info: RequestInfo = scope["state"]["request"]
+    generation = await service.start(call, RequestContext(tenant=info.tenant, trace=info.trace))
+    info.response_id = generation.answer.id
     if call.stream is None:
         await JSONResponse(await generation.whole())(scope, receive, send)
     else:
@@ -239,22 +242,24 @@ def _answering(
     return respond
 
 
-def _get(answer: Callable[[Request], dict[str, Any] | None]) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that answers at once: an object, or an empty 200."""
+type _Value = dict[str, Any] | Response | None
+
+
+def _get(answer: Callable[[Request], _Value | Awaitable[_Value]]) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint without a body to read: it answers with an object, a response, or an empty 200."""
 
     async def endpoint(request: Request) -> Response:
         try:
             value = answer(request)
+            if inspect.isawaitable(value):
+                value = await value
         except Exception as error:
             return error_response(error)
+        if isinstance(value, Response):
+            return value
         return Response() if value is None else JSONResponse(value)
 
     return endpoint
-
-
-def _check_alive(service: Service) -> None:
-    if service.is_dead:
-        raise UnavailableError("the engine is dead")
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
@@ -267,7 +272,22 @@ def _load(service: Service) -> dict[str, Any]:
     return {name: stats.get(name, 0) for name in ("num_running", "num_waiting")}
 
 
-def _app(routes: Sequence[BaseRoute], config: ServerConfig) -> ASGIApp:
+def _page(name: Literal["status", "chat"]) -> Callable[[int], Response]:
+    page = load_page(name)
+    headers = {
+        "Content-Security-Policy": page.content_security_policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return lambda status: Response(page.body, status, headers, media_type="text/html")
+
+
+def _open_page(page: Callable[[int], Response], _: Request) -> Response:
+    return page(200)
+
+
+def _app(routes: Sequence[BaseRoute], service: Service, pages: Mapping[str, Callable[[int], Response]]) -> ASGIApp:
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
@@ -280,7 +300,12 @@ def _app(routes: Sequence[BaseRoute], config: ServerConfig) -> ASGIApp:
 
     app = Starlette(routes=list(routes), exception_handlers={HTTPException: refuse, Exception: fail})
     app.router.redirect_slashes = False
-    return FrontDoor(app, config)
+    return FrontDoor(
+        app,
+        service.config,
+        pages={path.encode(): page for path, page in pages.items()},
+        count_refusal=service.count_refusal,
+    )
 
 
 def _bind(host: str, port: int) -> socket.socket:

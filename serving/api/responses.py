@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from serving.api.chat_text import ChatText, chat_text
-from serving.api.errors import GenerationError, UnavailableError
+from serving.api.errors import GenerationError, GivenUpError
 from serving.api.schema import ChatCall, CompletionCall, GenerationCall
 from serving.api.token_text import TokenText, prompt_text, prompt_token_texts, shown_token, token_bytes
 from serving.request import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
@@ -25,7 +25,7 @@ class Answer(ABC):
     """The answer to one call, which may have several requests of the engine: one for each prompt.
 
     Feed it every delta for a stream, or give it the outputs at the end. Raises GenerationError for a request that the
-    engine failed, and UnavailableError for one that it gave up because it stops.
+    engine failed, and GivenUpError for one that it gave up because it stops.
     """
 
     kind: str  # "object" of a whole answer
@@ -321,7 +321,7 @@ def _check_end(reason: FinishReason | None, error: str | None) -> None:
     if reason is FinishReason.ERROR:
         raise GenerationError(error or "the request failed while it ran")
     if reason is FinishReason.ABORT:
-        raise UnavailableError("the server is stopping and has given up the request")
+        raise GivenUpError("the server is stopping and has given up the request")
 
 
 def _finite(logprob: float) -> float:

@@ -9,10 +9,10 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from configs.server import ServerConfig
-from serving.api.errors import OverloadedError, UnavailableError, UnknownModelError
+from serving.api.errors import GivenUpError, OverloadedError, UnavailableError, UnknownModelError
 from serving.api.responses import Answer, ChatAnswer, CompletionAnswer
 from serving.api.schema import (
     ChatCall,
@@ -26,7 +26,8 @@ from serving.api.schema import (
     parse_tokenize,
 )
 from serving.api.token_text import prompt_text, shown_token
-from serving.request import RequestError, RequestOutput, shown
+from serving.request import RequestContext, RequestError, RequestOutput, shown
+from serving.status import status_snapshot
 from serving.text.base import TokenizerError
 from serving.text.generation_config import default_fields
 from serving.validation import check_text_length
@@ -34,6 +35,8 @@ from serving.validation import check_text_length
 if TYPE_CHECKING:  # JAX takes seconds to import, and a server is to say at once that it is alive
     from serving.async_engine import AsyncEngine
     from serving.engine import CheckedRequest, OutputDelta
+    from serving.metrics import EngineMetrics
+    from serving.operations.operations import Operations
 
 NUM_TEXT_THREADS = 4  # that decode, check and encode
 NUM_TEMPLATE_THREADS = 4  # that wait for a chat template: a slow one holds up no request without
@@ -53,6 +56,7 @@ class Service:
         self.created_s = int(time.time())
         self.num_in_flight = 0
         self._engine: AsyncEngine | None = None
+        self._operations: Operations | None = None
         self._defaults: dict[str, Any] = {}
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -60,11 +64,11 @@ class Service:
         self._text_pool = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="headrace-text")
         self._template_pool = ThreadPoolExecutor(NUM_TEMPLATE_THREADS, thread_name_prefix="headrace-template")
 
-    def attach(self, engine: AsyncEngine) -> None:
-        """Requests are taken from now on."""
+    def attach(self, engine: AsyncEngine, operations: Operations | None = None) -> None:
+        """Requests are taken from now on. `operations`: what watches the engine; without it there are no metrics."""
         inner = engine.engine
         self._defaults = default_fields(inner.generation_config, max_model_len=inner.max_model_len)
-        self._engine = engine
+        self._engine, self._operations = engine, operations
 
     def drain(self) -> None:
         """No new requests are taken from now on; those in flight go on."""
@@ -81,14 +85,30 @@ class Service:
     # State
 
     @property
-    def is_dead(self) -> bool:
-        return self._engine is not None and not self._engine.is_alive and not self._is_draining
+    def is_ready(self) -> bool:
+        """Whether new requests are taken. Any thread may ask."""
+        try:
+            self.check_ready()
+        except UnavailableError:
+            return False
+        return True
 
     def check_ready(self) -> None:
         """Raise UnavailableError unless new requests are taken."""
         if self._is_draining:
             raise UnavailableError("the server is draining", retry_after_s=self.config.retry_after_s)
         _ = self.engine
+        self._check_not_stuck()
+
+    def check_alive(self) -> None:
+        """Raise UnavailableError where only a new start helps: the engine is dead, or a step of it does not return."""
+        if self._engine is not None and not self._engine.is_alive and not self._is_draining:
+            raise UnavailableError("the engine is dead")
+        self._check_not_stuck()
+
+    def _check_not_stuck(self) -> None:
+        if self._operations is not None and self._operations.watchdog.is_stuck:
+            raise UnavailableError("a step of the engine does not return", retry_after_s=self.config.retry_after_s)
 
     @property
     def engine(self) -> AsyncEngine:
@@ -102,6 +122,28 @@ class Service:
     def stats(self) -> dict[str, int | float]:
         """The engine's counters and gauges; none while it is loading."""
         return {} if self._engine is None else self._engine.stats()
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """The engine's metrics, of a dead one too. Raises UnavailableError while it loads."""
+        if self._operations is None:
+            raise UnavailableError(
+                "there are no metrics: the model is loading", retry_after_s=self.config.retry_after_s
+            )
+        return self._operations.metrics
+
+    def status(self) -> dict[str, Any]:
+        """What the status page shows (`serving.status`). Any thread may ask. Raises UnavailableError as `metrics`."""
+        metrics = self.metrics
+        return status_snapshot(metrics.engine, metrics)
+
+    def count_refusal(self, reason: str | None) -> None:
+        """A request was refused before it ran: `reason` is one of `serving.metrics.REFUSALS`, None for one that ran.
+
+        Those that come while the engine loads are not counted.
+        """
+        if reason is not None and self._operations is not None:
+            self._operations.metrics.count_refusal(reason)
 
     @contextlib.contextmanager
     def admission(self) -> Iterator[None]:
@@ -149,8 +191,11 @@ class Service:
         """Run what may take long beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._text_pool, function, *args)
 
-    async def start(self, call: CompletionCall | ChatCall) -> Generation:
-        """Check everything about a call before any of it runs. Raises RequestError and UnavailableError."""
+    async def start(self, call: CompletionCall | ChatCall, context: RequestContext | None = None) -> Generation:
+        """Check everything about a call before any of it runs. Raises RequestError and UnavailableError.
+
+        context: the tenant and the trace, for metrics and logs; the operation is the call's.
+        """
         engine = self.engine
         if isinstance(call, CompletionCall):
             checked = await self.in_text_thread(self._check_prompts, engine, call)
@@ -163,7 +208,9 @@ class Service:
             answer = CompletionAnswer(call, checked, model=self.model_name, tokenizer=tokenizer)
         else:
             answer = ChatAnswer(call, checked, model=self.model_name, tokenizer=tokenizer)
-        return Generation(engine, checked, answer)
+        operation: Literal["chat", "text_completion"] = "chat" if isinstance(call, ChatCall) else "text_completion"
+        context = dataclasses.replace(context or RequestContext(), operation=operation)
+        return Generation(engine, checked, answer, context)
 
     def _check_prompts(self, engine: AsyncEngine, call: CompletionCall) -> list[CheckedRequest]:
         names = [f"prompt[{i}]" for i in range(len(call.prompts))] if len(call.prompts) > 1 else ["prompt"]
@@ -253,11 +300,18 @@ class Generation:
     """One call under way: ask for its deltas, its chunks or its whole answer, once.
 
     Leaving it early, by closing the generator or cancelling the task, aborts all of it. Raises GenerationError where
-    the engine failed it, and UnavailableError where the engine stopped.
+    the engine failed it, and GivenUpError where the engine stopped.
     """
 
-    def __init__(self, engine: AsyncEngine, checked: Sequence[CheckedRequest], answer: Answer):
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        checked: Sequence[CheckedRequest],
+        answer: Answer,
+        context: RequestContext | None = None,
+    ):
         self._engine = engine
+        self._context = context
         self.checked = checked
         self.answer = answer
 
@@ -265,12 +319,17 @@ class Generation:
         """(index of the prompt, delta, the prompt's whole output beside its last delta)."""
         from serving.async_engine import EngineDeadError
 
+        # The answer's name is the engine's name for the request, so that logs and traces have it.
+        ids = [self.answer.id]
+        if len(self.checked) > 1:
+            ids = [f"{self.answer.id}-{index}" for index in range(len(self.checked))]
+        requests = self._engine.generate_checked(self.checked, ids, context=self._context)
         try:
-            async with contextlib.aclosing(self._engine.generate_checked(self.checked)) as items:
+            async with contextlib.aclosing(requests) as items:
                 async for item in items:
                     yield item
         except EngineDeadError as error:
-            raise UnavailableError("the engine is dead") from error
+            raise GivenUpError("the engine is dead") from error
 
     async def whole(self) -> dict[str, Any]:
         outputs: dict[int, RequestOutput] = {}

@@ -26,8 +26,11 @@ from serving.display import ProgressReporter
 if TYPE_CHECKING:
     from serving.api.service import Service
     from serving.async_engine import AsyncEngine
+    from serving.operations.operations import Operations
 
-HTTP_PACKAGES = ("starlette", "uvicorn", "uvloop")
+    type Built = tuple[AsyncEngine, Operations]
+
+PACKAGES = ("starlette", "uvicorn", "uvloop", "prometheus_client")
 
 
 class Door(Protocol):
@@ -51,12 +54,18 @@ def run_serve(args: argparse.Namespace, configs: Configs) -> int:
         print(dry_run_text(configs))
         return 0
     source = configs.run.model_source
-    missing = [name for name in HTTP_PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"serve needs {', '.join(missing)}: pip install 'headrace[http]'")
+        raise UsageError(f"serve needs {', '.join(missing)}: pip install 'headrace[serve]'")
     import uvloop
 
     from serving.api.service import Service
+    from serving.operations.json_log import use_json_logs, use_text_logs
+
+    if configs.operations.json_logs:
+        use_json_logs()
+    else:
+        use_text_logs()
 
     service = Service(configs.server, source)
     _warn_of_open_doors(configs.server)
@@ -65,7 +74,7 @@ def run_serve(args: argparse.Namespace, configs: Configs) -> int:
         for door in make_doors(service, configs):
             doors.append(door)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(service, doors, lambda: _build(configs)))
+            return runner.run(_serve(service, doors, lambda: _build(configs, service)))
     finally:
         for door in doors:
             door.close()
@@ -84,7 +93,7 @@ def make_doors(service: Service, configs: Configs) -> Iterator[Door]:
         yield HttpServer(admin, server, host=server.admin_host, port=server.admin_port)
 
 
-async def _serve(service: Service, doors: Sequence[Door], build: Callable[[], AsyncEngine]) -> int:
+async def _serve(service: Service, doors: Sequence[Door], build: Callable[[], Built]) -> int:
     """Run the doors; build the engine beside them; drain at the first signal, and end at the second.
 
     A third one ends the process as it is, where a device does not answer.
@@ -104,15 +113,16 @@ async def _serve(service: Service, doors: Sequence[Door], build: Callable[[], As
     forcing = asyncio.ensure_future(force.wait())
     started_s = time.monotonic()
     building = _in_daemon_thread(build)
-    engine = None
+    engine: AsyncEngine | None = None
+    operations: Operations | None = None
     try:
         events: list[asyncio.Future[Any]] = [building, stopping, *serving]
         await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         if not building.done():
             _check_doors(serving)
             _end_process()  # a thread that loads or compiles cannot be stopped
-        engine = building.result()
-        service.attach(engine)
+        engine, operations = building.result()
+        service.attach(engine, operations)
         addresses = ", ".join(door.address for door in doors)
         print(
             f"headrace: {service.model_name} is ready after {time.monotonic() - started_s:.1f} s: {addresses}",
@@ -129,6 +139,8 @@ async def _serve(service: Service, doors: Sequence[Door], build: Callable[[], As
     finally:
         if engine is not None:
             await asyncio.to_thread(engine.close)  # gives up what still runs
+        if operations is not None:
+            await asyncio.to_thread(operations.close)
         for door in doors:
             door.stop()
         await asyncio.gather(*serving, return_exceptions=True)
@@ -144,10 +156,10 @@ def _check_doors(serving: Sequence[asyncio.Future[None]]) -> None:
             raise RuntimeError("a server has ended by itself")
 
 
-def _in_daemon_thread(build: Callable[[], AsyncEngine]) -> asyncio.Future[AsyncEngine]:
+def _in_daemon_thread(build: Callable[[], Built]) -> asyncio.Future[Built]:
     """The result of `build`, run in a thread that does not keep the process from ending."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[AsyncEngine] = loop.create_future()
+    future: asyncio.Future[Built] = loop.create_future()
 
     def run() -> None:
         settle: Callable[[], None]
@@ -169,21 +181,26 @@ def _end_process() -> None:
     os._exit(0)
 
 
-def _build(configs: Configs) -> AsyncEngine:
+def _build(configs: Configs, service: Service) -> Built:
     from serving.async_engine import AsyncEngine  # imports JAX, which takes seconds
+    from serving.engine import build_engine
+    from serving.operations.operations import Operations
     from serving.text.template_renderer import RenderLimits
 
     progress = ProgressReporter(True)
-    engine = AsyncEngine.from_source(
+    engine = build_engine(
         configs.run.model_source,
         configs.engine,
         configs.mesh,
         progress=progress,
         render_limits=RenderLimits(max_cpu_s=configs.server.chat_template_s),
     )
-    progress.note(f"memory of one device:\n{engine.engine.runner.ledger}")
+    progress.note(f"memory of one device:\n{engine.runner.ledger}")
     progress.note(f"settings beside the defaults: {', '.join(changed_settings(configs))}")
-    return engine
+    operations = Operations(
+        engine, configs.operations, model_name=service.model_name, is_ready=lambda: service.is_ready
+    )
+    return AsyncEngine(engine), operations
 
 
 def dry_run_text(configs: Configs) -> str:

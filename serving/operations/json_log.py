@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TextIO
 
+from absl import logging as absl_logging
+
 from serving.observer import EngineObserver, RequestRecord
 
 OWN_LOGGERS = ("serving", "layers", "pallas_kernels", "sharding", "checkpoints", "configs")
@@ -23,6 +25,7 @@ FIELDS = frozenset(
     {
         *(
             "request_id",
+            "response_id",
             "trace_id",
             "span_id",
             "tenant",
@@ -53,14 +56,19 @@ class JsonFormatter(logging.Formatter):
         }
         if record.name.split(".")[0] in OWN_LOGGERS:
             entry["event"] = record.getMessage()
-            fields = getattr(record, "fields", {})
-            entry |= {name: _shown(name, value) for name, value in fields.items() if name in FIELDS}
+            entry |= shown_fields(record)
         else:
             entry["event"] = "message of a library"
         entry["source"] = f"{record.module}:{record.lineno}"
         if record.exc_info and record.exc_info[1] is not None:
             entry["exceptions"] = _exceptions(record.exc_info[1])
         return json.dumps(entry, ensure_ascii=True)
+
+
+def shown_fields(record: logging.LogRecord) -> dict[str, object]:
+    """What `extra={"fields": {...}}` gave of FIELDS."""
+    fields = getattr(record, "fields", {})
+    return {name: _shown(name, value) for name, value in fields.items() if name in FIELDS}
 
 
 def _shown(name: str, value: object) -> object:
@@ -101,6 +109,17 @@ def use_json_logs(stream: TextIO | None = None, level: int = logging.INFO) -> No
         if isinstance(logger, logging.Logger):
             logger.handlers.clear()
             logger.propagate = True
+
+
+def use_text_logs() -> None:
+    """Let absl's log lines end with the fields of their event."""
+    absl_logging.get_absl_handler().setFormatter(_TextFormatter())
+
+
+class _TextFormatter(absl_logging.PythonFormatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = [f"{name}={value}" for name, value in shown_fields(record).items() if value is not None]
+        return " ".join([super().format(record), *fields])
 
 
 class RequestLog(EngineObserver):

@@ -15,6 +15,7 @@ from serving.api.http_server import HttpServer, build_app
 from serving.api.service import Service
 from serving.async_engine import AsyncEngine
 from serving.engine import build_engine
+from serving.operations.operations import Operations
 from serving.text.byte_level import CHARACTER_OF_BYTE
 from serving.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -82,10 +83,12 @@ class Servers:
         self._running.append((server, future))
         return server.address
 
-    def start_service(self, config: ServerConfig, engine: AsyncEngine | None) -> tuple[str, Service]:
+    def start_service(
+        self, config: ServerConfig, engine: AsyncEngine | None, operations: Operations | None = None
+    ) -> tuple[str, Service]:
         service = Service(config, "tiny")
         if engine is not None:
-            service.attach(engine)
+            service.attach(engine, operations)
         return self.start(build_app(service, version="0"), config), service
 
     def close(self) -> None:

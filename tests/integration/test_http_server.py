@@ -902,11 +902,7 @@ def keyed(running: Servers, engine) -> str:
     service = Service(config, "tiny")
     service.attach(engine)
 
-    async def metrics(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"m 1\n"})
-
-    public = running.start(build_app(service, version="0", metrics=metrics), config)
+    public = running.start(build_app(service, version="0"), config)
     admin = running.start(build_admin_app(service, version="0", config_text="text"), config)
     return f"{public} {admin}"
 
@@ -925,7 +921,6 @@ def test_s53_nothing_but_health_checks_is_open_without_a_key(keyed, engine):
     paths = [route.path for route in build_app(Service(ServerConfig(), "tiny"), version="0")._app.routes]
     paths += [
         "/v1/models/tiny",
-        "/metrics",
         "/",
         "/nope",
         "/docs",
@@ -967,7 +962,7 @@ def test_s53_nothing_but_health_checks_is_open_without_a_key(keyed, engine):
         assert _raw(public, "GET", "/v1/models", f"{header}\r\n") == 401, header
     for key in ("first-key", "second-key"):
         assert _raw(public, "GET", "/v1/models", f"authorization: bearer {key}\r\n") == 200
-        assert _raw(public, "GET", "/metrics", f"Authorization: Bearer {key}\r\n") == 200
+        assert _raw(public, "GET", "/metrics", f"Authorization: Bearer {key}\r\n") == 503  # none without operations
         assert _raw(admin, "GET", "/server_info", f"Authorization: Bearer {key}\r\n") == 200
         assert _raw(public, "GET", "/server_info", f"Authorization: Bearer {key}\r\n") == 404
     client = openai.OpenAI(base_url=f"{public}/v1", api_key="wrong", max_retries=0)
@@ -1083,7 +1078,7 @@ class _LostEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def add_checked(self, checked, request_id=None):
+    def add_checked(self, checked, request_id=None, *, context=None):
         self._request_ids.append(f"r{len(self._request_ids)}")
         return self._request_ids[-1]
 
