@@ -126,10 +126,11 @@ class IncrementalParser:
         """Takes one of the markers. Raises Malformed, or OutputEnded where the output is over before."""
         if (yield from self._take_marker(*markers)):
             return
-        rest = self._text[self._at :]
-        if self._ended and any(marker.startswith(rest) for marker in markers):
-            self._take(len(rest))
-            raise OutputEnded
+        if self._ended:
+            rest = self._text[self._at : self._at + max(map(len, markers))]
+            if any(marker.startswith(rest) for marker in markers):
+                self._take(len(rest))
+                raise OutputEnded
         raise Malformed
 
     def _until(self, markers: tuple[str, ...], other: re.Pattern[str], emit: Emit | None = None) -> Steps[str | None]:

@@ -113,6 +113,7 @@ class CallReader(IncrementalParser):
                 raise Malformed
             self._start_call(name)
             self._emit_arguments("{}")
+        self._let_go()  # a fault from here on does not make the end of this call content
 
     def _call_array(self) -> Steps[None]:
         """Reads and starts the calls of an array of objects as of `_call_object`, which may be empty."""

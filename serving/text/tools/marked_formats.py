@@ -31,6 +31,7 @@ class MarkedParser(ToolParser):
             self._is_undecided = True
             yield from self._space()
             yield from self._one_call()
+            self._let_go()  # a fault from here on does not make the end of this call content
             yield from self._space()
             yield from self._expect(self.call_end)
             yield from self._space()
