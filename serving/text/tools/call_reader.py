@@ -72,8 +72,8 @@ class CallReader(IncrementalParser):
         The two may come in any order, other keys are passed over, and arguments that are missing or null are `{}`
         (with needs_arguments, such an object is no call). A brace that is missing at the end is not missed.
         """
-        self._is_undecided = True
         yield from self._expect("{")
+        self._is_undecided = True
         name: str | None = None
         arguments: str | None = None  # read before the name
         has_started = False

@@ -50,8 +50,9 @@ class PythonicParser(ToolParser):
 
     def _python_call(self) -> Steps[None]:
         """Reads a call and the white space around it."""
-        self._is_undecided = True
         yield from self._space()
+        yield from self._need()
+        self._is_undecided = True
         name = self._known((yield from self._text_of(_TOOL_NAME)))
         yield from self._space()
         yield from self._expect("(")

@@ -11,7 +11,7 @@ class ToolParser(CallReader):
 
     A subclass says with which `openers` calls begin, and reads them in `_calls`. What is no call is content, as it was
     written: after a fault, from the opener or from the end of the last call that had started up to the fault, where
-    reading goes on. White space is left out before a call that nothing else precedes, and after a call.
+    reading goes on. White space is left out where nothing but calls stands between it and the start or the end.
 
     Where the output ends inside a call, a call that has started stands as far as it goes, its arguments cut off; one
     that has not is content. What is missing after the arguments is not missed.
@@ -24,8 +24,10 @@ class ToolParser(CallReader):
     def __init__(self, tool_names: frozenset[str]):
         super().__init__(tool_names)
         self._other = other_than_first(*self.openers)
-        self._leading_space: list[str] | None = []  # None once content has begun
-        self._num_leading = 0
+        self._has_content = False
+        # White space at the start or after a call, which is content only if other content follows; None after that.
+        self._outer_space: list[str] | None = []
+        self._num_outer_space = 0
 
     def _calls(self, opener: str) -> Steps[None]:
         """Reads the calls after an opener. Raises Malformed at the first character that does not belong there."""
@@ -42,8 +44,8 @@ class ToolParser(CallReader):
             if opener is None:
                 break
             yield from self._calls_or_content(opener)
-        if self._leading_space and not self.num_calls:
-            self._emit_content("".join(self._leading_space))
+        if self._outer_space and not self.num_calls:
+            self._emit_content("".join(self._outer_space))
 
     def _calls_or_content(self, opener: str) -> Steps[None]:
         self._is_undecided = True
@@ -53,8 +55,7 @@ class ToolParser(CallReader):
             yield from self._calls(opener)
             self._let_go()
         except Malformed:
-            held = self._let_go()
-            self._emit_text(held.lstrip() if self.num_calls > num_calls_before else held)
+            self._emit_text(self._let_go())
             if self.closers and self.num_calls > num_calls_before:
                 yield from self._take_marker(*self.closers)
                 self._let_go()
@@ -63,19 +64,18 @@ class ToolParser(CallReader):
             if self._is_undecided:
                 self._emit_text(held)
         if self.num_calls > num_calls_before:
-            self._leading_space = self._leading_space and []
-            yield from self._run(SPACE, _leave_out)
+            self._outer_space = []
+            self._num_outer_space = 0
 
     def _emit_text(self, text: str) -> None:
-        if self._leading_space is None:
-            self._emit_content(text)
-            return
-        self._leading_space.append(text)
-        self._num_leading += len(text)
-        if self._num_leading > MAX_HELD_CHARS or not text.isspace():
-            self._emit_content("".join(self._leading_space))
-            self._leading_space = None
-
-
-def _leave_out(text: str) -> None:
-    pass
+        if self._outer_space is not None:
+            if self.num_calls and not self._has_content:
+                text = text.lstrip()
+            self._outer_space.append(text)
+            self._num_outer_space += len(text)
+            if not text or (text.isspace() and self._num_outer_space <= MAX_HELD_CHARS):
+                return
+            text = "".join(self._outer_space)
+            self._outer_space = None
+            self._has_content = True
+        self._emit_content(text)

@@ -413,6 +413,17 @@ def test_a_malformed_call_is_content_as_it_was_written(tool_format, text):
         ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1}</tool_call>.', ".", [("now", '{"a": 1}')]),
         ("hermes", '<tool_call>{"name": "now", "arguments": {}} oh', "oh", [("now", "{}")]),
         ("hermes", '<tool_call>{"name": "now", "arguments": {}, x}</tool_call>', ", x}</tool_call>", [("now", "{}")]),
+        # The end of the output where a call is whole, and inside the head of another one.
+        ("hermes", 'a <tool_call>{"name": "now", "arguments": {}}\n</tool_c', "a ", [("now", "{}")]),
+        ("mistral", '[TOOL_CALLS][{"name": "now"},', None, [("now", "{}")]),
+        ("mistral", '[TOOL_CALLS][{"name": "now"}, {"na', ', {"na', [("now", "{}")]),
+        ("pythonic", "[now(), ", None, [("now", "{}")]),
+        ("pythonic", "[now(), se", ", se", [("now", "{}")]),
+        # White space beside calls.
+        ("hermes", ' \n<tool_call>{"name": "now"}</tool_call> a \n', "a \n", [("now", "{}")]),
+        ("hermes", 'a<tool_call>{"name": "now"}</tool_call> b', "a b", [("now", "{}")]),
+        ("hermes", 'a<tool_call>{"name": "now"} b', "a b", [("now", "{}")]),
+        ("hermes", 'a<tool_call>{"name": "now"}</tool_call> \n', "a", [("now", "{}")]),
         # A fault in the second call leaves the first.
         ("mistral", '[TOOL_CALLS][{"name": "now"}, {"name": 1}]', ', {"name": 1}]', [("now", "{}")]),
         ("pythonic", "[now(), search(q=x)]", ", search(q=x)]", [("now", "{}")]),
