@@ -1,7 +1,7 @@
 """Formats of tool calls by name: which a model uses, their parsers, and the text of a call that is forced.
 
-Markers of most formats are control tokens: where `needs_special_tokens`, the text must be decoded with
-`skip_special_tokens=False`, and `OutputParser` leaves out the end-of-turn token that then ends it.
+Markers of most formats are control tokens: where `needs_special_tokens`, and for harmony's reasoning, the text must be
+decoded with `skip_special_tokens=False`; `OutputParser` leaves out the end-of-turn token that then ends it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         marks=((KimiParser.section_begin,),),
         model_types=("kimi_k2",),
     ),
-    # What V3.1 and later write; what the templates of V3 and R1 show has the mark of `deepseek_v3` too.
+    # V3.1: its template switches thinking, and writes calls in a form of its own, which the same parser reads.
     "deepseek_v31": ToolFormat(
         parser=DeepSeekParser,
         frame=FrameTexts(

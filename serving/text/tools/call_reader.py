@@ -79,8 +79,6 @@ class CallReader(IncrementalParser):
         has_started = False
         while True:
             yield from self._space()
-            if has_started and (yield from self._need()) not in '"}':
-                return
             if (yield from self._take_marker("}")):
                 break
             key = yield from self._string()
