@@ -33,6 +33,8 @@ class ServerConfig:
     # Header in which a trusted proxy, and nobody else, names the tenant, instead of api_key_tenants.
     tenant_header: str | None = None
     served_model_name: str | None = None  # what clients call the model; None: the model source
+    tool_call_format: str = "auto"  # in which the model calls tools, such as hermes; auto: as its template shows; none
+    reasoning_format: str = "auto"  # in which the model marks its reasoning: think, deepseek_r1, harmony; auto; none
     drain_grace_s: float = 30.0  # running requests may go on for so long after SIGTERM
     max_concurrent_requests: int = 1024  # requests in flight, running and waiting; further ones get 429
     max_waiting_completions: int = 4096  # completions waiting for a slot, of all requests; further requests get 429
@@ -69,6 +71,9 @@ class ServerConfig:
         model = self.served_model_name
         if model is not None and (not isinstance(model, str) or not model.strip() or not model.isprintable()):
             fail(self, "served_model_name", "must be a name")
+        for name in ("tool_call_format", "reasoning_format"):  # which there are, serving.api.chat_text knows
+            if not isinstance(getattr(self, name), str):
+                fail(self, name, "must be the name of a format, auto or none")
         check_float(self, "drain_grace_s", minimum=0.0, maximum=86400.0)
         check_int(self, "max_concurrent_requests", minimum=1, maximum=2**20)
         check_int(self, "max_waiting_completions", minimum=1, maximum=2**20)

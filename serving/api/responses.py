@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from serving.api.chat_text import ChatText, chat_text
+from serving.api.chat_text import PROMPT_END_TOKENS, ChatText, OutputFormats
 from serving.api.errors import GenerationError, GivenUpError
 from serving.api.schema import ChatCall, CompletionCall, GenerationCall
 from serving.api.token_text import TokenText, prompt_text, prompt_token_texts, shown_token, token_bytes
@@ -97,8 +97,11 @@ class Answer(ABC):
             "completion_tokens": self._num_output_tokens,
             "total_tokens": num_prompt_tokens + self._num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
         }
+
+    def _num_reasoning_tokens(self) -> int:
+        return 0
 
     @abstractmethod
     def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
@@ -216,10 +219,22 @@ class ChatAnswer(Answer):
     chunk_kind = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def __init__(self, call: ChatCall, checked: Sequence[CheckedRequest], *, model: str, tokenizer: Tokenizer | None):
+    def __init__(
+        self,
+        call: ChatCall,
+        checked: Sequence[CheckedRequest],
+        *,
+        model: str,
+        tokenizer: Tokenizer | None,
+        formats: OutputFormats,
+    ):
         super().__init__(call, checked, model=model, tokenizer=tokenizer)
-        self._call = call
-        self._texts: dict[int, ChatText] = {}  # of streams, by choice
+        end = prompt_text(tokenizer, checked[0].token_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+        self._new_text = lambda: ChatText(call, formats, end, tokenizer)
+        self._texts: dict[int, ChatText] = {}  # by choice
+
+    def _num_reasoning_tokens(self) -> int:
+        return sum(text.num_reasoning_tokens for text in self._texts.values())
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         answer = super().whole(outputs)
@@ -228,11 +243,11 @@ class ChatAnswer(Answer):
         return answer
 
     def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        text = chat_text(self._call)
-        deltas = [*text.feed(completion.text), *text.finish()]
+        text = self._texts[index] = self._new_text()
+        message = text.whole(completion.text, completion.token_ids)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": None, "refusal": None, **text.joined(deltas)},
+            "message": {"role": "assistant", "refusal": None, **message},
             "logprobs": self._logprobs(completion.logprobs),
             "finish_reason": text.finish_reason(str(completion.finish_reason)),
             "stop_reason": completion.stop_reason,
@@ -240,10 +255,10 @@ class ChatAnswer(Answer):
 
     def _chunk_choices(self, index: int, prompt_index: int, delta: OutputDelta, is_first: bool) -> list[dict[str, Any]]:
         if is_first:
-            self._texts[index] = chat_text(self._call)
+            self._texts[index] = self._new_text()
         text = self._texts[index]
         parts: list[Mapping[str, Any]] = [{"role": "assistant", "content": ""}] if is_first else []
-        parts += text.feed(delta.new_text)
+        parts += text.feed(delta.new_text, delta.new_token_ids)
         if delta.finish_reason is not None:
             parts += text.finish()
         has_tokens = bool(delta.new_token_ids) and (self._return_token_ids or self._params.logprobs is not None)

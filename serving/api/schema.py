@@ -38,7 +38,6 @@ from serving.api.tools import (
     ToolChoice,
     ToolSpec,
     check_tool_choice,
-    check_tools_offered,
     read_tool_choice,
     read_tools,
 )
@@ -106,6 +105,13 @@ class ChatCall(GenerationCall):
     tool_choice: ToolChoice
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
+
+    @property
+    def tool_names(self) -> tuple[str, ...]:
+        """Tools that the model may call."""
+        if self.tool_choice.mode == "none":
+            return ()
+        return tuple(tool.name for tool in self.tools if self.tool_choice.name in (None, tool.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,12 +283,14 @@ def parse_chat(body: object, config: ServerConfig, defaults: Mapping[str, Any] |
         raise RequestError("prompt_logprobs", "cannot be streamed: ask with stream=false")
     tools = values["tools"] or ()
     choice = check_tool_choice(values["tool_choice"], tools)
-    check_tools_offered(tools, choice)
+    args = _template_args(values, body)
+    if choice.mode == "none":  # a model that is not told of tools does not call them
+        args = dataclasses.replace(args, tools=None)
     return ChatCall(
         **_common(values, fields),
         stream=stream,
         messages=values["messages"],
-        template_args=_template_args(values, body),
+        template_args=args,
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=values["parallel_tool_calls"],

@@ -11,7 +11,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
+from configs.hf import ARCHITECTURES
 from configs.server import ServerConfig
+from serving.api.chat_text import OutputFormats, check_formats
 from serving.api.errors import GivenUpError, OverloadedError, UnavailableError, UnknownModelError
 from serving.api.responses import Answer, ChatAnswer, CompletionAnswer
 from serving.api.schema import (
@@ -46,10 +48,11 @@ class Service:
     """Takes requests from all doors; belongs to one event loop.
 
     It is loading until `attach`, and takes no new requests after `drain`. `source` is the model source, which names
-    the model where the config does not.
+    the model where the config does not. Raises ConfigError.
     """
 
     def __init__(self, config: ServerConfig, source: str):
+        check_formats(config)
         self.config = config
         self.source = source
         self.model_name = config.served_model_name or source
@@ -58,6 +61,7 @@ class Service:
         self._engine: AsyncEngine | None = None
         self._operations: Operations | None = None
         self._defaults: dict[str, Any] = {}
+        self._formats = OutputFormats()
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -67,6 +71,8 @@ class Service:
     def attach(self, engine: AsyncEngine, operations: Operations | None = None) -> None:
         """Requests are taken from now on. `operations`: what watches the engine; without it there are no metrics."""
         inner = engine.engine
+        model_type = ARCHITECTURES[inner.model_config.architecture].model_type
+        self._formats = OutputFormats.of_model(self.config, inner.tokenizer, model_type, inner.eos_token_ids)
         self._defaults = default_fields(inner.generation_config, max_model_len=inner.max_model_len)
         self._engine, self._operations = engine, operations
 
@@ -170,7 +176,11 @@ class Service:
         return self._known_model(parse_completion(body, self.config, self._defaults))
 
     def parse_chat(self, body: object) -> ChatCall:
-        return self._known_model(parse_chat(body, self.config, self._defaults))
+        call = self._known_model(parse_chat(body, self.config, self._defaults))
+        self._formats.check(call)
+        if self._formats.needs_special_tokens(call):
+            call = dataclasses.replace(call, params=dataclasses.replace(call.params, skip_special_tokens=False))
+        return call
 
     def parse_tokenize(self, body: object) -> TokenizeCall:
         return self._known_model(parse_tokenize(body, self.config))
@@ -207,7 +217,7 @@ class Service:
         if isinstance(call, CompletionCall):
             answer = CompletionAnswer(call, checked, model=self.model_name, tokenizer=tokenizer)
         else:
-            answer = ChatAnswer(call, checked, model=self.model_name, tokenizer=tokenizer)
+            answer = ChatAnswer(call, checked, model=self.model_name, tokenizer=tokenizer, formats=self._formats)
         operation: Literal["chat", "text_completion"] = "chat" if isinstance(call, ChatCall) else "text_completion"
         context = dataclasses.replace(context or RequestContext(), operation=operation)
         return Generation(engine, checked, answer, context)

@@ -33,12 +33,6 @@ class ToolChoice:
     name: str | None = None
 
 
-def check_tools_offered(tools: Sequence[ToolSpec], choice: ToolChoice) -> None:
-    """Raises RequestError for tools, whose calls are not read out of the text yet."""
-    if tools:
-        raise RequestError("tools", "are not available: calls are not read out of the model's text")
-
-
 def read_tools(name: str, value: object, config: ServerConfig) -> tuple[ToolSpec, ...]:
     """Tools in OpenAI's form, of unlike names."""
     if not isinstance(value, list):

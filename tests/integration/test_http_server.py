@@ -370,10 +370,10 @@ def test_s07_a_failure_after_the_first_event_is_one_error_event_and_the_end(http
     num_deltas = 0
     collect = type(engine.engine)._advance
 
-    def failing(self, event, result):
+    def failing(self, event, *args):
         nonlocal num_deltas
         num_deltas += 1
-        delta = collect(self, event, result)
+        delta = collect(self, event, *args)
         if num_deltas == 3:
             raise_to = engine._streams[delta.request_id]
             raise_to.put(RuntimeError("secret detail"))
