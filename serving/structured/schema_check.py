@@ -1,0 +1,104 @@
+"""What is refused of schemas, patterns and grammars before llguidance sees them: all that it would pass over in silence.
+
+llguidance itself refuses the validation keywords that it does not implement, by name. Keywords unknown to it, and its own
+option `x-guidance`, which makes it lenient, it accepts without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from serving.request import RequestError, shown
+
+# One schema, a list of schemas, or schemas by name: where others lie inside a schema.
+_SCHEMA = ("items", "additionalItems", "additionalProperties")
+_SCHEMA_LISTS = ("items", "prefixItems", "anyOf", "oneOf", "allOf")
+_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_ENFORCED = frozenset(
+    (*_SCHEMA, *_SCHEMA_LISTS, *_SCHEMA_MAPS, "$ref", "const", "enum", "type", "required", "format", "pattern")
+    + ("minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength")
+    + ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+)
+# Without effect on what is valid (JSON Schema 2020-12, Validation, 8 and 9; OpenAPI 3.1 for discriminator and example).
+_ANNOTATIONS = frozenset(
+    ("$schema", "$id", "id", "$anchor", "$comment", "title", "description", "default", "examples", "example")
+    + ("deprecated", "readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema", "discriminator")
+)
+_JSON_IN_GRAMMAR = re.compile(r"%json\s*(?=\{)")
+_RULE_OPTION = re.compile(r"\[[^\]\"\n]*\b(temperature|stop)\s*=")
+
+
+def check_schema(field: str, schema: Any) -> None:
+    """Refuse by name every keyword of a schema (plain JSON) that would not be enforced. Raises RequestError."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise RequestError(field, f"must be a schema, an object or a boolean, got {shown(schema)}")
+    for keyword, value in schema.items():
+        where = f"{field}.{keyword[:80]}"
+        if keyword not in _ENFORCED and keyword not in _ANNOTATIONS and not _is_extension(keyword):
+            raise RequestError(where, "is not supported in schemas")
+        if keyword == "pattern" and isinstance(value, str):
+            check_pattern(where, value)
+        if keyword in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):
+            raise RequestError(where, "must be a number: the boolean of draft 4 is not supported")
+        if keyword == "minProperties" and isinstance(value, int):
+            _check_min_properties(where, value, schema.get("required"))
+        if keyword in _SCHEMA_MAPS and isinstance(value, dict):
+            for name, inner in value.items():
+                if keyword == "patternProperties":
+                    check_pattern(f"{where}.{name[:80]}", name)
+                check_schema(f"{where}.{name[:80]}", inner)
+        elif keyword in _SCHEMA_LISTS and isinstance(value, list):
+            for i, inner in enumerate(value):
+                check_schema(f"{where}[{i}]", inner)
+        elif keyword in _SCHEMA:
+            check_schema(where, value)
+
+
+def _is_extension(keyword: str) -> bool:
+    return keyword.startswith("x-") and keyword != "x-guidance"
+
+
+def _check_min_properties(field: str, value: int, required: Any) -> None:
+    # Names beside `properties` are not kept apart, so that the same one twice would count as two.
+    num_required = len(required) if isinstance(required, list) else 0
+    if value > num_required + 1:
+        raise RequestError(field, f"{value} is supported only up to one above the {num_required} required properties")
+
+
+def check_pattern(field: str, pattern: str) -> None:
+    """Refuse a quantifier of a quantifier: `a**` and `a++` are errors in some dialects and possessive in others."""
+    in_class, was_quantifier, i = False, False, 0
+    while i < len(pattern):
+        character, end = pattern[i], i + 1
+        is_quantifier = False
+        if character == "\\":
+            end = i + 2
+        elif in_class:
+            in_class = character != "]"
+        elif character == "[":
+            in_class = True
+            end += pattern[end : end + 1] == "^"
+            end += pattern[end : end + 1] == "]"  # first in a class, it is itself
+        elif repeat := re.compile(r"[*+?]|\{\d+(,\d*)?\}").match(pattern, i):
+            if was_quantifier:
+                raise RequestError(field, f"repeats a repetition at character {i}: {shown(pattern)}")
+            is_quantifier, end = True, repeat.end()
+            end += pattern[end : end + 1] == "?"  # not greedy: the same texts match
+        was_quantifier, i = is_quantifier, end
+
+
+def check_grammar(field: str, grammar: str) -> None:
+    """Refuse what a grammar holds and would not be followed. Raises RequestError."""
+    option = _RULE_OPTION.search(grammar)
+    if option is not None:
+        raise RequestError(field, f"has the rule option {option[1]!r}, which is not supported")
+    for match in _JSON_IN_GRAMMAR.finditer(grammar):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(grammar, match.end())
+        except (ValueError, RecursionError) as error:
+            raise RequestError(field, f"has a %json whose schema is not JSON: {error}") from None
+        check_schema(f"{field}.%json", schema)
