@@ -161,7 +161,8 @@ class GrammarCompiler:
             return str(answer["error"])
         # It was compiled within the limits once, so it will be again.
         matcher = make_matcher(tokenizer, answer["grammar"])
-        mask = np.frombuffer(matcher.compute_bitmask(), "<i4")
+        mask = np.zeros(vocabulary.mask_size, np.int32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         grammar = Grammar(structured, vocabulary, matcher, mask, answer["num_bytes"])
         return str(matcher.get_error()) if matcher.is_error() else grammar
 

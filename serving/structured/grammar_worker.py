@@ -5,7 +5,7 @@ and hundreds of megabytes. Each grammar is compiled and run for some tokens in a
 address-space limits end whatever it is doing. Imports the standard library and llguidance only.
 
 Frames on both pipes are those of `serving.text.render_worker`. First comes the vocabulary {"tokens": [hex], "special":
-[ids], "eos": [ids]}, answered by {}; then each {"kind": ..., "value": ...} is answered by {"grammar": llguidance's form,
+[ids], "eos": [ids]}, answered by {}; then each {"kind": ..., "value": ...} is answered by {"grammar": in Lark's form,
 "num_bytes": memory it took} or {"error": message}.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -24,7 +25,12 @@ from serving.text.render_worker import encode_frame, read_frame
 MAX_MESSAGE_CHARS = 500  # of an error
 NUM_PROBE_TOKENS = 32
 MAX_LEXER_STATES = 50_000  # 1 to 2 kB each (llguidance's LLParserLimits); shared by all requests of a grammar
-JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"  # bounded: a model may otherwise write blanks for ever
+# Where only one text can follow, llguidance would tokenise all of it at every token, in the model's own way, and allow only
+# the first token of that: a second a step for a constant of a megabyte. So the model chooses among all tokens that fit.
+NO_FORCING = '%llguidance {"no_forcing": true}\n'
+MAX_ITEMS_IN_ROW = 20_000  # about four for each optional property of an object
+JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"  # bounded: a model may otherwise write blanks for ever
+JSON_IN_GRAMMAR = re.compile(r"%json\s*\{(?=\s*(\})?)")
 
 
 class TokenTable:
@@ -40,7 +46,7 @@ class TokenTable:
         self.greedy: Any = None
 
     def __call__(self, text: str) -> list[int]:
-        """Ids whose bytes are those of `text`: the ones that a model is led to where the grammar leaves no choice."""
+        """Ids whose bytes are those of `text`. llguidance wants it and does not use it under `no_forcing`."""
         token_ids: list[int] = self.greedy(text)
         return token_ids
 
@@ -54,29 +60,36 @@ def make_tokenizer(table: TokenTable, eos_token_ids: list[int]) -> Any:
 
 
 def make_matcher(tokenizer: Any, grammar: str) -> Any:
-    """A matcher of llguidance's own form of a grammar. Does not raise: `is_error` tells."""
+    """A matcher of a grammar that `to_grammar` made. Does not raise: `is_error` tells."""
     import llguidance
 
-    limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-    return llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    limits = llguidance.LLParserLimits(
+        max_lexer_states=MAX_LEXER_STATES, max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False
+    )
+    return llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits)
 
 
 def to_grammar(kind: str, value: str) -> str:
-    """llguidance's form of a StructuredOutput. Raises ValueError."""
+    """A StructuredOutput in llguidance's dialect of Lark. Raises ValueError."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
     if kind in ("json_schema", "json_object"):
-        schema = value if kind == "json_schema" else '{"type":"object"}'
-        if schema in ("true", "false"):  # options go into an object
-            schema = '{"anyOf":[%s]}' % schema
-        options: Any = {"whitespace_pattern": JSON_SPACE, "lenient": False, "coerce_one_of": False}
-        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
-    if kind == "regex":
-        return LLMatcher.grammar_from_regex(value)
-    if kind == "choice":
-        return LLMatcher.grammar_from_regex("|".join(map(_literal, json.loads(value))))
-    return LLMatcher.grammar_from_lark(any_to_lark(value))
+        schema = json.loads(value) if kind == "json_schema" else {"type": "object"}
+        if isinstance(schema, bool):  # options go into an object
+            schema = {"anyOf": [schema]}
+        return NO_FORCING + _with_options(f"start: %json {json.dumps(schema)}")
+    if kind == "grammar":
+        return NO_FORCING + _with_options(any_to_lark(value))
+    pattern = value if kind == "regex" else "|".join(map(_literal, json.loads(value)))
+    lark: str = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
+    return NO_FORCING + lark
+
+
+def _with_options(lark: str) -> str:
+    """Our options in each schema of a grammar; none has its own (`schema_check`)."""
+    options = '"x-guidance":' + json.dumps({"whitespace_pattern": JSON_SPACE})
+    return JSON_IN_GRAMMAR.sub(lambda match: match[0] + options + ("" if match[1] else ","), lark)
 
 
 def _literal(text: str) -> str:

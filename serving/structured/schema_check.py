@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 from serving.request import RequestError, shown
+from serving.structured.grammar_worker import JSON_IN_GRAMMAR
 
 # One schema, a list of schemas, or schemas by name: where others lie inside a schema.
 _SCHEMA = ("items", "additionalItems", "additionalProperties")
@@ -26,7 +27,7 @@ _ANNOTATIONS = frozenset(
     ("$schema", "$id", "id", "$anchor", "$comment", "title", "description", "default", "examples", "example")
     + ("deprecated", "readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema", "discriminator")
 )
-_JSON_IN_GRAMMAR = re.compile(r"%json\s*(?=\{)")
+_GRAMMAR_OPTIONS = re.compile(r"%llguidance(?!\s*\{\s*\})")
 _RULE_OPTION = re.compile(r"\[[^\]\"\n]*\b(temperature|stop)\s*=")
 
 
@@ -93,12 +94,14 @@ def check_pattern(field: str, pattern: str) -> None:
 
 def check_grammar(field: str, grammar: str) -> None:
     """Refuse what a grammar holds and would not be followed. Raises RequestError."""
+    if _GRAMMAR_OPTIONS.search(grammar):
+        raise RequestError(field, "sets options by %llguidance, which is not supported")
     option = _RULE_OPTION.search(grammar)
     if option is not None:
         raise RequestError(field, f"has the rule option {option[1]!r}, which is not supported")
-    for match in _JSON_IN_GRAMMAR.finditer(grammar):
+    for match in JSON_IN_GRAMMAR.finditer(grammar):
         try:
-            schema, _ = json.JSONDecoder().raw_decode(grammar, match.end())
+            schema, _ = json.JSONDecoder().raw_decode(grammar, match.end() - 1)
         except (ValueError, RecursionError) as error:
             raise RequestError(field, f"has a %json whose schema is not JSON: {error}") from None
         check_schema(f"{field}.%json", schema)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from serving.structured.grammar_worker import TokenTable, make_tokenizer
-from serving.text.base import TokenizerError
 from serving.text.tokenizer import Tokenizer
 
 
@@ -17,16 +16,13 @@ class ModelTokenTable(TokenTable):
     have stand for nothing and are never allowed."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
-        self.vocab_size = vocab_size
         self.eos_token_ids = list(eos_token_ids) or [vocab_size]
         tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
         if not eos_token_ids:
             tokens.append(b"")
         special = {i for i in (*tokenizer.special_token_ids, *self.eos_token_ids) if i < len(tokens)}
         super().__init__(tokens, sorted(special), self.eos_token_ids)
-        self._tokenizer = tokenizer
-        named = [i for i in range(vocab_size) if tokens[i] or i in special]
-        self.usable = self.mask(named)
+        self.usable = self.mask(i for i in range(vocab_size) if tokens[i] or i in special)
 
     @property
     def mask_size(self) -> int:
@@ -38,17 +34,6 @@ class ModelTokenTable(TokenTable):
         bits = np.zeros(32 * self.mask_size, np.uint8)
         bits[list(token_ids)] = 1
         return np.packbits(bits, bitorder="little").view("<i4")
-
-    def __call__(self, text: str) -> list[int]:
-        """As the model's own tokenizer spells it inside a text, where that has exactly these bytes."""
-        try:
-            # after an empty piece: a text that goes on gets no space in front
-            token_ids = self._tokenizer.encode_pieces(["", text])
-        except TokenizerError:
-            return super().__call__(text)
-        data = b"".join(self._tokenizer.token_bytes(token_id) for token_id in token_ids)
-        is_exact = data == text.encode() and all(token_id < self.vocab_size for token_id in token_ids)
-        return token_ids if is_exact else super().__call__(text)
 
     def for_worker(self) -> dict[str, Any]:
         """The vocabulary as `grammar_worker` takes it."""
