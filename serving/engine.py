@@ -586,9 +586,10 @@ class Engine:
     def _stop_at_constraint(self, request: Request, constraint: Constraint) -> None:
         if constraint.error is not None:
             self.scheduler.finish(request, FinishReason.ERROR, error=constraint.error)
-        elif constraint.is_complete and not self.scheduler.finish(request, FinishReason.STOP):
-            # The last token that the limit lets through was also the last that could be.
+        elif constraint.is_complete:
+            self.scheduler.finish(request, FinishReason.STOP)
             if request.finish_reason is FinishReason.LENGTH:
+                # The last token that the limit lets through was also the last that could be.
                 request.finish_reason = FinishReason.STOP
 
     def _finish_delta(

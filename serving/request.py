@@ -134,6 +134,13 @@ class StructuredOutput:
         object.__setattr__(self, "value", value)
 
     @classmethod
+    def from_fields(cls, fields: object) -> StructuredOutput:
+        """From an object {"kind": ..., "value": ...} out of JSON."""
+        if not isinstance(fields, Mapping) or not {"kind"} <= set(fields) <= {"kind", "value"}:
+            raise RequestError("structured", f'must be an object of "kind" and "value", got {shown(fields)}')
+        return cls(**fields)
+
+    @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> StructuredOutput:
         """JSON that a schema (JSON Schema, draft 2020-12 or older) accepts."""
         return cls(kind="json_schema", value=schema)

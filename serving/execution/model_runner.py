@@ -286,10 +286,10 @@ class ModelRunner:
                 self._table = self._program("set vocabulary rows")(self._table, np.int32(reset.slot), *rows)
         for first in range(0, len(masks), SET_MASKS_BATCH):
             slots = np.full(SET_MASKS_BATCH, self.config.max_num_seqs, np.int32)
-            rows = np.zeros((SET_MASKS_BATCH, -(-self._padded_vocab // 32)), np.int32)
+            words = np.zeros((SET_MASKS_BATCH, -(-self._padded_vocab // 32)), np.int32)
             for place, (slot, mask) in enumerate(masks[first : first + SET_MASKS_BATCH]):
-                slots[place], rows[place, : mask.size] = slot, mask
-            self._table = self._program("set masks")(self._table, slots, rows)
+                slots[place], words[place, : mask.size] = slot, mask
+            self._table = self._program("set masks")(self._table, slots, words)
         scores: list[PromptScores] = []
         if schedule.prefill:
             output, hidden, starts = self._prefill(schedule)

@@ -329,8 +329,7 @@ class Scheduler:
         decoding = [
             s
             for s in self._decodable()
-            if s.num_future_tokens <= s.regime_tokens
-            and not (s.request.needs_last_token and s.num_in_flight_tokens)
+            if s.num_future_tokens <= s.regime_tokens and not (s.request.needs_last_token and s.num_in_flight_tokens)
         ]
         while True:
             lacking = self._lacking_pages(decoding, 1)

@@ -54,7 +54,8 @@ class TokenTable:
 def make_tokenizer(table: TokenTable, eos_token_ids: list[int]) -> Any:
     import llguidance
 
-    tokenizer = llguidance.LLTokenizer(table, n_vocab=len(table.tokens), eos_token=eos_token_ids)
+    wrapper: Any = table
+    tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=len(table.tokens), eos_token=eos_token_ids)
     table.greedy = tokenizer.greedy_tokenize
     return tokenizer
 

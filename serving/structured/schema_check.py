@@ -17,16 +17,16 @@ from serving.structured.grammar_worker import JSON_IN_GRAMMAR
 _SCHEMA = ("items", "additionalItems", "additionalProperties")
 _SCHEMA_LISTS = ("items", "prefixItems", "anyOf", "oneOf", "allOf")
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_ENFORCED = frozenset(
-    (*_SCHEMA, *_SCHEMA_LISTS, *_SCHEMA_MAPS, "$ref", "const", "enum", "type", "required", "format", "pattern")
-    + ("minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength")
-    + ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-)
+_ENFORCED = {
+    *_SCHEMA, *_SCHEMA_LISTS, *_SCHEMA_MAPS, "$ref", "const", "enum", "type", "required", "format", "pattern", "minItems",
+    "maxItems", "minProperties", "maxProperties", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
+    "exclusiveMaximum", "multipleOf",
+}  # fmt: skip
 # Without effect on what is valid (JSON Schema 2020-12, Validation, 8 and 9; OpenAPI 3.1 for discriminator and example).
-_ANNOTATIONS = frozenset(
-    ("$schema", "$id", "id", "$anchor", "$comment", "title", "description", "default", "examples", "example")
-    + ("deprecated", "readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema", "discriminator")
-)
+_ANNOTATIONS = {
+    "$schema", "$id", "id", "$anchor", "$comment", "title", "description", "default", "examples", "example", "deprecated",
+    "readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema", "discriminator",
+}  # fmt: skip
 _GRAMMAR_OPTIONS = re.compile(r"%llguidance(?!\s*\{\s*\})")
 _RULE_OPTION = re.compile(r"\[[^\]\"\n]*\b(temperature|stop)\s*=")
 

@@ -57,7 +57,7 @@ def tagged_json(
             begin = begin.removeprefix(trigger)
         schema = StructuredOutput.json_schema(tag.schema).value
         if schema in ("true", "false"):
-            schema = '{"anyOf":[%s]}' % schema
+            schema = f'{{"anyOf":[{schema}]}}'
         rules.append(f"tag_{i}: {_terms(begin, tokenizer)} %json {schema} {_terms(tag.end, tokenizer)}")
     rules.append("tag: " + " | ".join(f"tag_{i}" for i in range(len(tags))))
     if trigger is None:
