@@ -1,7 +1,8 @@
 """What is refused of schemas, patterns and grammars before llguidance sees them: all that it would pass over in silence.
 
 llguidance itself refuses the validation keywords that it does not implement, by name. Keywords unknown to it, and its own
-option `x-guidance`, which makes it lenient, it accepts without a word.
+option `x-guidance`, which makes it lenient, it accepts without a word; and some that it implements let through what the
+schema does not: those cases, found by comparing with the package jsonschema, are refused here as well.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _ANNOTATIONS = {
     "$schema", "$id", "id", "$anchor", "$comment", "title", "description", "default", "examples", "example", "deprecated",
     "readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema", "discriminator",
 }  # fmt: skip
+_WITH_NUMBERS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _GRAMMAR_OPTIONS = re.compile(r"%llguidance(?!\s*\{\s*\})")
 _RULE_OPTION = re.compile(r"\[[^\]\"\n]*\b(temperature|stop)\s*=")
 
@@ -43,10 +45,14 @@ def check_schema(field: str, schema: Any) -> None:
             raise RequestError(where, "is not supported in schemas")
         if keyword == "pattern" and isinstance(value, str):
             check_pattern(where, value)
-        if keyword in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):
-            raise RequestError(where, "must be a number: the boolean of draft 4 is not supported")
+        if keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+            _check_exclusive(where, value, schema)
+        if keyword in _WITH_NUMBERS:
+            _check_numbers(where, value)
         if keyword == "minProperties" and isinstance(value, int):
             _check_min_properties(where, value, schema.get("required"))
+        if keyword == "additionalItems" and not isinstance(schema.get("items"), list):
+            raise RequestError(where, "is supported only beside a list of items: use items beside prefixItems")
         if keyword in _SCHEMA_MAPS and isinstance(value, dict):
             for name, inner in value.items():
                 if keyword == "patternProperties":
@@ -63,9 +69,27 @@ def _is_extension(keyword: str) -> bool:
     return keyword.startswith("x-") and keyword != "x-guidance"
 
 
+def _check_exclusive(field: str, value: Any, schema: dict[str, Any]) -> None:
+    if isinstance(value, bool):
+        raise RequestError(field, "must be a number: the boolean of draft 4 is not supported")
+    bounds = [[schema.get(f"exclusive{name}"), schema.get(name.lower())] for name in ("Minimum", "Maximum")]
+    lower, upper = ([bound for bound in pair if isinstance(bound, int | float)] for pair in bounds)
+    # Of numbers above 2 and up to 2.5, "2" would be one.
+    if isinstance(value, int | float) and value == int(value) and lower and upper and min(upper) - max(lower) < 1:
+        raise RequestError(field, f"{shown(value)} is not supported with another bound less than 1 away")
+
+
+def _check_numbers(field: str, value: Any) -> None:
+    # They become float64 on the way.
+    if isinstance(value, int | float) and abs(value) > 2**53:
+        raise RequestError(field, f"{shown(value)} is beyond 2**53, which is not supported")
+    for item in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
+        _check_numbers(field, item)
+
+
 def _check_min_properties(field: str, value: int, required: Any) -> None:
     # Names beside `properties` are not kept apart, so that the same one twice would count as two.
-    num_required = len(required) if isinstance(required, list) else 0
+    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
     if value > num_required + 1:
         raise RequestError(field, f"{value} is supported only up to one above the {num_required} required properties")
 
