@@ -101,8 +101,8 @@ class StructuredOutput:
     """What an output must match. Checks form, size and depth here; `Engine.check` compiles it. Raises RequestError.
 
     kind and value: "json_schema", a schema as an object, a boolean or their JSON text; "json_object", None (any JSON
-    object); "regex", a pattern in the syntax of Rust's regex crate that the whole output matches; "choice", a list of
-    texts; "grammar", a Lark (as llguidance extends it) or GBNF grammar. `value` is kept as text: JSON for a schema and for
+    object); "regex", a pattern in the syntax of Rust's regex crate that the whole output matches (\\d: ASCII digits);
+    "choice", a list of texts; "grammar", a Lark (as llguidance extends it) or GBNF grammar. `value` is kept as text: JSON for a schema and for
     choices, in the order given, which for properties is the order of the output.
     """
 

@@ -72,7 +72,7 @@ def make_matcher(tokenizer: Any, grammar: str) -> Any:
 
 def to_grammar(kind: str, value: str) -> str:
     """A StructuredOutput in llguidance's dialect of Lark. Raises ValueError."""
-    from llguidance import LLMatcher
+    import llguidance
     from llguidance.gbnf_to_lark import any_to_lark
 
     if kind in ("json_schema", "json_object"):
@@ -83,8 +83,8 @@ def to_grammar(kind: str, value: str) -> str:
     if kind == "grammar":
         return NO_FORCING + _with_options(any_to_lark(value))
     pattern = value if kind == "regex" else "|".join(map(_literal, json.loads(value)))
-    lark: str = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
-    return NO_FORCING + lark
+    # \d is an ASCII digit, as in JSON Schema
+    return f"{NO_FORCING}start: /{llguidance.regex_to_lark(pattern, 'd')}/"
 
 
 def _with_options(lark: str) -> str:
