@@ -174,7 +174,7 @@ def _check_text(field: str, text: str) -> None:
 def _choices(field: str, value: object) -> str:
     if isinstance(value, str):
         value = _json_value(field, value)
-    if not isinstance(value, Sequence) or not value:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise RequestError(field, f"must be a list of texts that is not empty, got {shown(value)}")
     if len(value) > MAX_CHOICES:
         raise RequestError(field, f"has {len(value)} entries; at most {MAX_CHOICES} are accepted")
