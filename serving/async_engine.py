@@ -58,7 +58,7 @@ class AsyncEngine:
         self._closed = False
         self._lock = threading.Lock()
         # Grammars have threads of their own: slow ones hold up no text that is encoded.
-        self._compiling = ThreadPoolExecutor(max_workers=2, thread_name_prefix="headrace-grammar")
+        self._compiling = ThreadPoolExecutor(max_workers=8, thread_name_prefix="headrace-grammar")
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
         self._thread.start()
         _OPEN_ENGINES.add(self)
@@ -140,7 +140,6 @@ class AsyncEngine:
                 self._closed = True
                 self._inbox.put(None)
         self._thread.join()
-        self._compiling.shutdown(wait=False, cancel_futures=True)
         _OPEN_ENGINES.discard(self)
 
     @property

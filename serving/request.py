@@ -167,8 +167,12 @@ class StructuredOutput:
 
 
 def _check_text(field: str, text: str) -> None:
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise RequestError(field, f"holds half of a surrogate pair, which no output has: {shown(text)}")
+    if len(text) > MAX_STRUCTURED_CHARS:
+        raise RequestError(field, f"has {len(text)} characters; at most {MAX_STRUCTURED_CHARS} are accepted")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(field, f"holds half of a surrogate pair, which no output has: {shown(text)}") from None
 
 
 def _choices(field: str, value: object) -> str:
@@ -188,8 +192,7 @@ def _choices(field: str, value: object) -> str:
 def _json_value(field: str, value: object) -> Any:
     """A JSON value from its text or from Python objects, checked for types and depth."""
     if isinstance(value, str):
-        if len(value) > MAX_STRUCTURED_CHARS:
-            raise RequestError(field, f"has {len(value)} characters; at most {MAX_STRUCTURED_CHARS} are accepted")
+        _check_text(field, value)
         try:
             value = json.loads(value, object_pairs_hook=_unique_keys)
         except (ValueError, RecursionError) as error:

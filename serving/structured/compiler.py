@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -40,10 +42,10 @@ main()
 class CompileLimits:
     max_cpu_s: float = 2.0  # to compile one grammar
     max_wall_s: float = 30.0  # for a worker that gets no CPU, and for one to be free
-    max_memory_bytes: int = 512 * 2**20  # that compiling one may add
+    max_memory_bytes: int = 128 * 2**20  # that compiling one may add
     max_workers: int = 2  # grammars tried at once
     max_cached: int = 64  # grammars, and refusals
-    max_cached_bytes: int = 512 * 2**20  # that they took when they were compiled
+    max_cached_bytes: int = 256 * 2**20  # that they took when they were compiled
 
 
 class GrammarCompiler:
@@ -270,5 +272,5 @@ class _Worker:
 
     def stop(self) -> None:
         self.is_usable = False
-        with self._process as process:  # closes its pipes and waits for it
-            process.kill()
+        with self._process as process, contextlib.suppress(ProcessLookupError):  # closes its pipes and waits for it
+            os.killpg(process.pid, signal.SIGKILL)  # the fork that compiles as well

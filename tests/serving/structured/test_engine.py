@@ -356,7 +356,7 @@ def test_streams_are_valid_and_a_hostile_grammar_stalls_neither_loop_nor_streams
 
     async def hostile():
         settings = SamplingParams(structured=StructuredOutput.json_schema({"multipleOf": 999983, "type": "integer"}))
-        with pytest.raises(RequestError, match="more than 2 s"):
+        with pytest.raises(RequestError, match="compile"):
             async for _ in engine.generate([1, 2], settings):
                 pass
         order.append("hostile")

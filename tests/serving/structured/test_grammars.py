@@ -140,7 +140,7 @@ def test_a_grammar_beyond_the_memory_limit_is_refused_and_the_next_one_served(ne
 
 
 def test_while_one_grammar_takes_long_another_is_compiled(new_compiler):
-    compiler = new_compiler(max_workers=2)
+    compiler = new_compiler(max_workers=2, max_memory_bytes=2**30)
     refused = []
 
     def compile_slow():
@@ -156,7 +156,7 @@ def test_while_one_grammar_takes_long_another_is_compiled(new_compiler):
 
 
 def test_where_every_worker_is_busy_a_request_is_refused_and_not_remembered_as_wrong(new_compiler):
-    compiler = new_compiler(max_workers=1, max_wall_s=0.5)
+    compiler = new_compiler(max_workers=1, max_wall_s=0.5, max_memory_bytes=2**30)
     compiler.compile(StructuredOutput.regex("a"))
     results = []
 

@@ -191,7 +191,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"$ref": "#"}, "matches no text"),
     ({"items": 5}, "items"),
     ({"type": "integer", "multipleOf": 0}, "multiple of"),
-    ({"type": "integer", "multipleOf": 999983}, "more than 2 s"),
+    ({"type": "integer", "multipleOf": 999983}, "compile"),  # by time or by memory
 ]
 
 
