@@ -253,6 +253,15 @@ class Engine:
             grammar=self._compile_grammar(params, stop_token_ids),
         )
 
+    def load_structured(self) -> None:
+        """Load what the first request with `SamplingParams.structured` would: for a server, before it serves.
+
+        Raises RequestError where that is not installed or the model has no tokenizer.
+        """
+        if self._grammars is None:
+            raise RequestError("structured", "needs a tokenizer, and this model has none")
+        self._grammars.load()
+
     def _compile_grammar(self, params: SamplingParams, stop_token_ids: tuple[int, ...]) -> Grammar | None:
         if params.structured is None:
             return None
@@ -550,9 +559,8 @@ class Engine:
                 if completion.detokenizer.stopped is not None:
                     self._stop_at_string(request, completion, len(output.token_ids) + len(new_ids))
                     break
-        else:
-            if completion.constraint is not None:
-                self._stop_at_constraint(request, completion.constraint)
+        if completion.constraint is not None and (completion.detokenizer is None or not completion.detokenizer.stopped):
+            self._stop_at_constraint(request, completion.constraint)
         output.token_ids += new_ids
         if group.first_token_time_s is None and new_ids:
             group.first_token_time_s = time.monotonic()

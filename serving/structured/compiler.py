@@ -145,6 +145,13 @@ class GrammarCompiler:
     def _drop(self, structured: StructuredOutput) -> None:
         self._cached_bytes -= _num_bytes(structured, self._cache.pop(structured))
 
+    def load(self) -> None:
+        """Load what the first grammar would, which holds the interpreter for up to a second with a large vocabulary.
+
+        Raises RequestError where llguidance is not installed.
+        """
+        self._load()
+
     def _load(self) -> tuple[ModelTokenTable, Any]:
         with self._loading:
             if self._vocabulary is None:

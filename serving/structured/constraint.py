@@ -43,7 +43,7 @@ class Constraint:
     def __init__(self, grammar: Grammar, params: SamplingParams, stop_token_ids: Collection[int]):
         vocabulary = grammar.vocabulary
         self.grammar = grammar
-        self.matcher = grammar.matcher.deep_copy()
+        self.matcher = library_call(grammar.matcher.deep_copy)  # where it raised, a text: nothing of it works
         self.mask = np.zeros(vocabulary.mask_size, np.int32)
         self.is_complete = False
         self.error: str | None = None
@@ -62,22 +62,26 @@ class Constraint:
         """The completion goes on with this token."""
         if self.error is None and not self.is_complete:
             self._num_tokens += 1
-            if library_call(self.matcher.consume_token, token_id) is True:
-                self.is_complete = bool(self.matcher.is_stopped() and self.matcher.is_accepting())
-            else:
-                self._fail(f"token {token_id} does not follow: {self.matcher.get_error()[:300]}")
+            self._guard(self._accept, token_id)
 
     def find_mask(self) -> None:
         """Set `mask`, `is_complete` or `error` for the next token."""
         mask = np.zeros_like(self.mask)
-        error = library_call(self.matcher.unsafe_compute_mask_ptr, mask.ctypes.data, mask.nbytes)
-        if isinstance(error, str):
-            self._fail(error)
-        else:
+        self._guard(self.matcher.unsafe_compute_mask_ptr, mask.ctypes.data, mask.nbytes)
+        if self.error is None:
             self.take_mask(mask)
 
     def take_mask(self, mask: np.ndarray) -> None:
         """The same from a mask [W] int32 that llguidance computed."""
+        self._guard(self._take_mask, mask)
+
+    def _accept(self, token_id: int) -> None:
+        if self.matcher.consume_token(token_id):
+            self.is_complete = self.matcher.is_stopped() and self.matcher.is_accepting()
+        else:
+            self._fail(f"token {token_id} does not follow: {self.matcher.get_error()[:300]}")
+
+    def _take_mask(self, mask: np.ndarray) -> None:
         if self.matcher.is_error():
             self._fail(self.matcher.get_error()[:300])
             return
@@ -91,6 +95,11 @@ class Constraint:
             self.is_complete = True
         else:
             self._fail("no token is left by allowed_token_ids, banned_token_ids, stop tokens under min_tokens and it")
+
+    def _guard(self, function: Callable[..., None], *args: Any) -> None:
+        error = library_call(function, *args)
+        if isinstance(error, str):
+            self._fail(error)
 
     def _fail(self, reason: str) -> None:
         self.error = f"the structured output cannot go on after {self._num_tokens} tokens: {reason}"

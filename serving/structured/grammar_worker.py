@@ -112,10 +112,10 @@ def try_grammar(tokenizer: Any, kind: str, value: str, eos_token_ids: list[int])
     draw = random.Random(0)
     for i in range(NUM_PROBE_TOKENS):
         if matcher.is_error():
-            return {"error": _reason(matcher.get_error())}
+            return {"error": _reason(matcher.get_error(), kind)}
         mask = matcher.compute_bitmask()
         if matcher.is_error():
-            return {"error": _reason(matcher.get_error())}
+            return {"error": _reason(matcher.get_error(), kind)}
         token_ids = set(token_ids_of(mask)).difference(eos_token_ids)
         if not token_ids:
             if i == 0:
@@ -125,11 +125,14 @@ def try_grammar(tokenizer: Any, kind: str, value: str, eos_token_ids: list[int])
     return {"grammar": grammar, "num_bytes": max(_resident_bytes() - before_bytes, 0) + len(grammar)}
 
 
-def _reason(error: str) -> str:
-    reason = error.split("\n<", 1)[0].strip()
-    if reason.startswith("NoExtensionBias"):
-        return "matches no text that ends"
-    return reason
+def _reason(error: str, kind: str) -> str:
+    """llguidance's message without its state and its excerpt, and places only in a grammar that the client wrote."""
+
+    def place(match: re.Match[str]) -> str:
+        return f"line {int(match[1]) - NO_FORCING.count(chr(10))}: " if kind == "grammar" else ""
+
+    reason = re.sub(r"^(?:at )?(\d+)\(\d+\): ", place, re.split(r"\n<|\n +1 \| ", error, maxsplit=1)[0].strip())
+    return "matches no text that ends" if reason.startswith("NoExtensionBias") else reason
 
 
 def _resident_bytes() -> int:

@@ -30,7 +30,8 @@ _ANNOTATIONS = {
 }  # fmt: skip
 _WITH_NUMBERS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _GRAMMAR_OPTIONS = re.compile(r"%llguidance(?!\s*\{\s*\})")
-_RULE_OPTION = re.compile(r"\[[^\]\"\n]*\b(temperature|stop)\s*=")
+_RULE_OPTION = re.compile(r"\[[^\[\]\"\n]*\b(temperature|stop)\s*=")
+_REPETITION = re.compile(r"[*+?]|\{\d+(,\d*)?\}")
 
 
 def check_schema(field: str, schema: Any) -> None:
@@ -108,7 +109,7 @@ def check_pattern(field: str, pattern: str) -> None:
             in_class = True
             end += pattern[end : end + 1] == "^"
             end += pattern[end : end + 1] == "]"  # first in a class, it is itself
-        elif repeat := re.compile(r"[*+?]|\{\d+(,\d*)?\}").match(pattern, i):
+        elif repeat := _REPETITION.match(pattern, i):
             if was_quantifier:
                 raise RequestError(field, f"repeats a repetition at character {i}: {shown(pattern)}")
             is_quantifier, end = True, repeat.end()

@@ -330,6 +330,8 @@ def test_without_the_package_a_request_is_refused_and_others_run(llm, monkeypatc
     monkeypatch.setattr(compiler_module.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(RequestError, match=r"headrace\[structured\]"):
         llm.generate(["a"], params("regex"), use_tqdm=False)
+    with pytest.raises(RequestError, match=r"headrace\[structured\]"):
+        engine.load_structured()
     assert generate(llm, ["a"], SamplingParams(max_tokens=3, ignore_eos=True))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from checkpoints.gguf_reader import read_gguf
-from serving.request import RequestError, SamplingParams, StructuredOutput
+from serving.request import MAX_STRUCTURED_CHARS, RequestError, SamplingParams, StructuredOutput
 from serving.structured.compiler import CompileLimits, GrammarCompiler
 from serving.structured.constraint import Constraint
 from serving.structured.grammar_worker import MAX_LEXER_STATES
@@ -112,7 +112,20 @@ def test_what_is_wrong_or_too_much_is_refused(compiler, structured, part):
     with pytest.raises(RequestError) as refused:
         compiler.compile(structured)
     assert refused.value.field.startswith("structured") and part in str(refused.value)
-    assert len(str(refused.value)) < 1000
+    assert len(str(refused.value)) < 1000 and "no_forcing" not in str(refused.value)
+
+
+def test_an_error_in_a_grammar_names_the_line_as_its_author_counts(compiler):
+    with pytest.raises(RequestError, match=r"line 2: .*missing"):
+        compiler.compile(StructuredOutput.grammar('start: "a" b\nb: missing'))
+
+
+@pytest.mark.parametrize("piece", ["[", "%json", "%json ", "%llguidance {", "(", "{1", "a{1,", "\\", "stop=", "[stop "])
+def test_the_longest_texts_of_one_piece_are_checked_and_refused(compiler, piece):
+    for structured in (StructuredOutput.regex, StructuredOutput.grammar):
+        text = piece * (MAX_STRUCTURED_CHARS // len(piece))
+        with pytest.raises(RequestError):
+            compiler.compile(structured(text if structured == StructuredOutput.grammar else text + "["))
 
 
 @pytest.fixture
