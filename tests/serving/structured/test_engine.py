@@ -116,12 +116,17 @@ def test_n_completions_each_follow_the_grammar_and_differ(llm):
     assert len({completion.text for completion in outputs}) == 3
 
 
-def test_preempted_outputs_go_on_where_they_were(llm, make_llm):
+@pytest.fixture(scope="module")
+def tight(make_llm) -> LLM:
+    """Fourteen pages of eight tokens, for sequences of up to 96 tokens each."""
+    return make_llm(max_model_len=96, kv_cache_bytes=None, num_pages=15)
+
+
+def test_preempted_outputs_go_on_where_they_were(llm, tight):
     """A pool of 14 pages for eight sequences of up to 9 each; the same tokens as with room for all."""
     settings = [params("json_schema", seed=i, max_tokens=60) for i in range(8)]
     settings += [SamplingParams(temperature=1.0, seed=i, max_tokens=50, ignore_eos=True) for i in range(4)]
     prompts = [f"prompt {i}" for i in range(12)]
-    tight = make_llm(max_model_len=96, kv_cache_bytes=None, num_pages=15)
     expected = generate(llm, prompts, settings)
     outputs = generate(tight, prompts, settings)
     assert tight.stats()["num_preemptions"] > 0
@@ -129,6 +134,43 @@ def test_preempted_outputs_go_on_where_they_were(llm, make_llm):
     assert sum(check(o[0], "json_schema") for o in outputs[:8]) >= 4
     assert tight.engine.num_compiles_while_serving == 0
     assert tight.stats()["num_free_pages"] == 14
+
+
+def test_requests_of_all_kinds_come_go_and_are_cancelled_on_few_pages(llm, tight):
+    """Every output that was not cancelled is what the request gets alone, with room for all."""
+    seed = int(np.random.default_rng().integers(2**31))
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    engine, work, finished, cancelled = tight.engine, [], {}, set()
+    for i in range(36):
+        kind = [*KINDS, None, None][rng.integers(len(KINDS) + 2)]
+        fields = {"max_tokens": int(rng.integers(1, 50)), "seed": i, "temperature": float(rng.choice([0.0, 1.0]))}
+        fields |= {"presence_penalty": float(rng.choice([0.0, 0.7])), "ignore_eos": bool(rng.random() < 0.3)}
+        fields |= {"min_tokens": int(rng.integers(fields["max_tokens"] + 1)) if rng.random() < 0.3 else 0}
+        prompt = rng.integers(0, 256, int(rng.integers(1, 40))).tolist()
+        work.append((prompt, SamplingParams(**fields) if kind is None else params(kind, **fields)))
+    next_arrival = 0
+    while next_arrival < len(work) or engine.has_work():
+        while next_arrival < len(work) and rng.random() < 0.5:
+            engine.add(*work[next_arrival], request_id=str(next_arrival))
+            next_arrival += 1
+        deltas = engine.step()
+        if rng.random() < 0.03 and next_arrival:
+            cancelled.add(request_id := str(rng.integers(next_arrival)))
+            deltas += engine.abort(request_id)
+        for delta in deltas:
+            if delta.request_finished:
+                finished[delta.request_id] = engine.collect(delta.request_id).outputs[0]
+        engine.scheduler.check_integrity()
+    assert len(finished) == len(work) and engine._num_constrained == 0
+    assert engine.num_compiles_while_serving == 0 and engine.stats()["num_free_pages"] == 14
+    expected = generate(llm, *zip(*[(list(prompt), setting) for prompt, setting in work], strict=True))
+    for i, (alone,) in enumerate(expected):
+        if finished[str(i)].finish_reason is FinishReason.ABORT:
+            assert str(i) in cancelled
+            continue
+        assert finished[str(i)].token_ids == alone.token_ids, i
+        assert (finished[str(i)].text, finished[str(i)].finish_reason) == (alone.text, alone.finish_reason)
 
 
 def test_long_prompts_in_chunks_and_prefix_hits_change_nothing(llm):
