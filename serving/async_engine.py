@@ -16,6 +16,7 @@ import queue
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,8 @@ class AsyncEngine:
         self._error: BaseException | None = None
         self._closed = False
         self._lock = threading.Lock()
+        # Grammars have threads of their own: slow ones hold up no text that is encoded.
+        self._compiling = ThreadPoolExecutor(max_workers=8, thread_name_prefix="headrace-grammar")
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
         self._thread.start()
         _OPEN_ENGINES.add(self)
@@ -97,7 +100,11 @@ class AsyncEngine:
         """
         if request_id is not None:
             request_id = check_request_id(request_id)
-        if isinstance(prompt, str):  # may take long to encode: neither this loop nor the engine waits for it
+        # What may take long, neither this loop nor the engine waits for.
+        if isinstance(params, SamplingParams) and params.structured is not None:
+            loop = asyncio.get_running_loop()
+            checked = await loop.run_in_executor(self._compiling, self.engine.check, prompt, params)
+        elif isinstance(prompt, str):
             checked = await asyncio.to_thread(self.engine.check, prompt, params)
         else:
             checked = self.engine.check(prompt, params)

@@ -39,7 +39,10 @@ from serving.request import (
     TokenLogprob,
 )
 from serving.scheduling.config import RopeRegime, SchedulerConfig
+from serving.scheduling.schedule import Schedule
 from serving.scheduling.scheduler import NOT_FINITE, Scheduler, StepEvent
+from serving.structured.compiler import GrammarCompiler
+from serving.structured.constraint import Constraint, Grammar
 from serving.text.base import TokenizerError
 from serving.text.chat_template import ChatTemplate
 from serving.text.detokenizer import IncrementalDetokenizer
@@ -85,6 +88,7 @@ class CheckedRequest:
     params: SamplingParams
     max_total_tokens: int
     stop_token_ids: tuple[int, ...]
+    grammar: Grammar | None
     cache_salt: bytes = b""
 
 
@@ -93,6 +97,7 @@ class _Completion:
     request: Request
     output: CompletionOutput
     detokenizer: IncrementalDetokenizer | None
+    constraint: Constraint | None
 
 
 @dataclass
@@ -205,6 +210,10 @@ class Engine:
         self._failure: BaseException | None = None  # what ended a step halfway: the device's state is lost with it
         self._ids = (f"request-{number}" for number in itertools.count())
         self._seeds = np.random.default_rng(config.seed)
+        self._grammars: GrammarCompiler | None = None
+        if tokenizer is not None:
+            self._grammars = GrammarCompiler(tokenizer, model_config.vocab_size, self.eos_token_ids)
+        self._num_constrained = 0  # unfinished completions that follow a grammar
         self._chat_template: ChatTemplate | None = None  # made when first needed
         self._chat_lock = threading.Lock()
 
@@ -261,7 +270,8 @@ class Engine:
         return self.add_checked(self.check(prompt, params), request_id, context=context)
 
     def check(self, prompt: Prompt, params: SamplingParams, *, cache_salt: bytes = b"") -> CheckedRequest:
-        """Check a request and encode its text; changes nothing. Raises RequestError. Any thread may call it.
+        """Check a request, encode its text and compile its grammar; changes nothing. Raises RequestError. Any thread may
+        call it, an event loop's only for token ids without `SamplingParams.structured`: the rest may take seconds.
 
         Requests of different `cache_salt` share nothing through the prefix cache.
         """
@@ -280,8 +290,28 @@ class Engine:
             params=params,
             max_total_tokens=limit,
             stop_token_ids=stop_token_ids,
+            grammar=self._compile_grammar(params, stop_token_ids),
             cache_salt=cache_salt,
         )
+
+    def load_structured(self) -> None:
+        """Load what the first request with `SamplingParams.structured` would: for a server, before it serves.
+
+        Raises RequestError where that is not installed or the model has no tokenizer.
+        """
+        if self._grammars is None:
+            raise RequestError("structured", "needs a tokenizer, and this model has none")
+        self._grammars.load()
+
+    def _compile_grammar(self, params: SamplingParams, stop_token_ids: tuple[int, ...]) -> Grammar | None:
+        if params.structured is None:
+            return None
+        assert self._grammars is not None  # without a tokenizer it was refused
+        grammar = self._grammars.compile(params.structured)
+        first = Constraint(grammar, params, stop_token_ids)
+        if first.error is not None or first.is_complete:
+            raise RequestError("structured", first.error or "leaves no token to sample but an end of sequence")
+        return grammar
 
     def _check_params(self, params: SamplingParams) -> tuple[int, ...]:
         """Check settings against model and engine; returns the ids that stop the request."""
@@ -331,6 +361,7 @@ class Engine:
                     cumulative_logprob=None if params.logprobs is None else 0.0,
                 ),
                 self._detokenizer(params),
+                None if checked.grammar is None else Constraint(checked.grammar, params, checked.stop_token_ids),
             )
             for index in range(params.n)
         ]
@@ -341,6 +372,8 @@ class Engine:
         for completion in completions:
             self.scheduler.add(completion.request)
         self._groups[request_id] = group
+        if checked.grammar is not None:
+            self._num_constrained += params.n
         self.counters.num_requests += 1
         self.counters.num_prompt_tokens += len(token_ids)
         return request_id
@@ -482,7 +515,7 @@ class Engine:
             for reset in schedule.resets:
                 if reset.request.first_scheduled_time_s is None:
                     reset.request.first_scheduled_time_s = dispatch_time_s
-            pending = self.runner.dispatch(schedule)
+            pending = self.runner.dispatch(schedule, self._masks(schedule))
             pending.dispatch_time_s = dispatch_time_s
             self.clock.dispatched(pending.output.tokens)
             self._count_pages()
@@ -501,6 +534,34 @@ class Engine:
         """Wait until the device has run what was dispatched; for benchmarks."""
         if self._pending is not None:
             self.clock.wait(self._pending.output.tokens)
+
+    def _completion(self, request: Request) -> _Completion:
+        return self._groups[request.request_id].completions[request.child_index]
+
+    def _masks(self, schedule: Schedule) -> list[tuple[int, np.ndarray]]:
+        """(slot, mask) of each slot that samples under a constraint in this step."""
+        if not self._num_constrained:
+            return []
+        sampling = [*schedule.decode, *((chunk.slot, chunk.request) for chunk in schedule.prefill if chunk.samples)]
+        constraints = [(slot, self._completion(request).constraint) for slot, request in sampling]
+        return [(slot, constraint.mask) for slot, constraint in constraints if constraint is not None]
+
+    def _advance_constraints(self, events: list[StepEvent]) -> None:
+        """Follow the new tokens, and find what may come next: the device runs the next step meanwhile."""
+        assert self._grammars is not None
+        unfinished = []
+        for event in events:
+            constraint = self._completion(event.request).constraint
+            if constraint is None or not event.new_token_ids or event.request.finish_reason is FinishReason.STOP:
+                continue
+            for token_id in event.new_token_ids:
+                constraint.accept(token_id)
+            if not event.request.is_finished:
+                unfinished.append(constraint)
+        self._grammars.find_masks(unfinished)
+        for constraint in unfinished:
+            if constraint.error is not None:
+                self._grammars.forget(constraint.grammar)
 
     def _count_pages(self) -> None:
         scheduler, counters = self.scheduler, self.counters
@@ -531,6 +592,8 @@ class Engine:
         if self.observers:
             record = step_record(result.schedule, events, read_time_s=read_time_s, started_time_s=started_time_s)
             self._notify("step_read", record)
+        if self._num_constrained:
+            self._advance_constraints(events)
         return [self._advance(event, result, read_time_s) for event in events]
 
     def _record_prompt_logprobs(self, result: StepResult) -> list[Request]:
@@ -572,6 +635,8 @@ class Engine:
                 if completion.detokenizer.stopped is not None:
                     self._stop_at_string(request, completion, len(output.token_ids) + len(new_ids))
                     break
+        if completion.constraint is not None and (completion.detokenizer is None or not completion.detokenizer.stopped):
+            self._stop_at_constraint(request, completion.constraint)
         output.token_ids += new_ids
         if new_ids:
             request.last_token_time_s = now_s
@@ -604,6 +669,15 @@ class Engine:
             request.finish_reason, request.stop_reason, request.error = FinishReason.STOP, stopped, None
         del request.output_token_ids[num_output_tokens:]
 
+    def _stop_at_constraint(self, request: Request, constraint: Constraint) -> None:
+        if constraint.error is not None:
+            self.scheduler.finish(request, FinishReason.ERROR, error=constraint.error)
+        elif constraint.is_complete:
+            self.scheduler.finish(request, FinishReason.STOP)
+            if request.finish_reason is FinishReason.LENGTH:
+                # The last token that the limit lets through was also the last that could be.
+                request.finish_reason = FinishReason.STOP
+
     def _finish_delta(
         self,
         group: _Group,
@@ -624,6 +698,7 @@ class Engine:
             request.error,
         )
         group.num_unfinished -= 1
+        self._num_constrained -= completion.constraint is not None
         self.counters.num_finished[str(request.finish_reason)] += 1
         if output.index == 0:  # prompt tokens are counted once a request as well
             self.counters.num_cached_tokens += request.num_cached_tokens

@@ -68,6 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--output", type=Path, metavar="OUT.jsonl", help="an output a line; without it, to the screen"
     )
+    generate.add_argument(
+        "--json_schema", type=Path, metavar="F.json", help="every output is JSON that this schema accepts"
+    )
     generate.add_argument("--print_stats", action="store_true", help="print the engine's counters at the end")
     add_engine_flags(generate)
     add_dataclass_flags(
