@@ -9,7 +9,7 @@ from typing import Any
 from configs.checks import ConfigError
 from configs.server import ServerConfig
 from serving.api.schema import ChatCall
-from serving.api.token_text import TokenText
+from serving.api.token_text import TokenText, prompt_text
 from serving.request import RequestError
 from serving.text.output_deltas import (
     ContentDelta,
@@ -82,6 +82,11 @@ def check_formats(config: ServerConfig) -> None:
         value = getattr(config, name)
         if value not in ("auto", "none", *known):
             raise ConfigError(f"ServerConfig.{name} must be auto, none or one of {', '.join(known)}; got {value!r}")
+
+
+def prompt_end(tokenizer: Tokenizer | None, token_ids: Sequence[int]) -> str:
+    """The text of a prompt's end, control tokens included."""
+    return prompt_text(tokenizer, token_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
 
 
 class ChatText:

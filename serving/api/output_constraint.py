@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from configs.server import ServerConfig
 from serving.api.fields import Boolean, Text, check_keys
 from serving.api.strict_json import decode_object
-from serving.request import RequestError, SamplingParams, shown
+from serving.request import MAX_CHOICES, RequestError, SamplingParams, StructuredKind, StructuredOutput, shown
 
-ConstraintKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
-MAX_CHOICES = 1024
 MAX_SCHEMA_NAME_CHARS = 64  # as OpenAI has it
 
 
@@ -21,19 +20,31 @@ class OutputConstraint:
     """What an output must match.
 
     `value` is None for json_object, the schema (an object or a boolean) for json_schema, the text of a regex or a
-    grammar, and a tuple of texts for choice. `field` is the request's field that asked, for messages.
+    grammar, and a tuple of texts for choice. `field` is the request's field that holds it, for messages.
     """
 
-    kind: ConstraintKind
+    kind: StructuredKind
     value: Any
     field: str
 
 
 def constrained(params: SamplingParams, constraint: OutputConstraint | None) -> SamplingParams:
-    """`params` under `constraint`. Raises RequestError for one that cannot be kept."""
+    """`params` under `constraint`. Raises RequestError for one that is malformed; `Engine.check` compiles it."""
     if constraint is None:
         return params
-    raise RequestError(constraint.field, f"{constraint.kind} is not available: outputs cannot be constrained")
+    try:
+        structured = StructuredOutput(kind=constraint.kind, value=constraint.value)
+    except RequestError as error:
+        raise error_of_request(error, constraint) from None
+    return dataclasses.replace(params, structured=structured)
+
+
+def error_of_request(error: RequestError, constraint: OutputConstraint) -> RequestError:
+    """An error of SamplingParams.structured with the name of the request's own field."""
+    inner = error.field.removeprefix("structured").removeprefix(f".{constraint.kind}")
+    if not error.field.startswith("structured"):
+        return error
+    return RequestError(constraint.field + inner, str(error).removeprefix(f"{error.field}: "))
 
 
 def read_response_format(name: str, value: object, config: ServerConfig) -> OutputConstraint | None:
@@ -55,9 +66,8 @@ def read_response_format(name: str, value: object, config: ServerConfig) -> Outp
     Boolean().read(f"{inner}.strict", schema.get("strict", False))
     if "schema" not in schema:  # OpenAI's own models have it optional: any object
         return OutputConstraint(kind="json_object", value=None, field=name)
-    return OutputConstraint(
-        kind="json_schema", value=read_json_schema(f"{inner}.schema", schema["schema"], config), field=name
-    )
+    inner = f"{inner}.schema"
+    return OutputConstraint(kind="json_schema", value=read_json_schema(inner, schema["schema"], config), field=inner)
 
 
 def read_structured_outputs(name: str, value: object, config: ServerConfig) -> OutputConstraint:
@@ -70,18 +80,18 @@ def read_structured_outputs(name: str, value: object, config: ServerConfig) -> O
     if key == "json":
         if isinstance(item, str):  # a schema as text, as some clients send it
             item = _schema_of_text(inner, item, config)
-        return OutputConstraint(kind="json_schema", value=read_json_schema(inner, item, config), field=name)
+        return OutputConstraint(kind="json_schema", value=read_json_schema(inner, item, config), field=inner)
     if key == "json_object":
         if item is not True:
             raise RequestError(inner, f"must be true, got {shown(item)}")
-        return OutputConstraint(kind="json_object", value=None, field=name)
+        return OutputConstraint(kind="json_object", value=None, field=inner)
     if key == "choice":
         if not isinstance(item, list) or not 1 <= len(item) <= MAX_CHOICES:
             raise RequestError(inner, f"must be a list of 1 to {MAX_CHOICES} texts")
         texts = tuple(Text(config.max_grammar_chars).read(f"{inner}[{i}]", text) for i, text in enumerate(item))
-        return OutputConstraint(kind="choice", value=texts, field=name)
+        return OutputConstraint(kind="choice", value=texts, field=inner)
     text = Text(config.max_grammar_chars).read(inner, item)
-    return OutputConstraint(kind="regex" if key == "regex" else "grammar", value=text, field=name)
+    return OutputConstraint(kind="regex" if key == "regex" else "grammar", value=text, field=inner)
 
 
 def read_json_schema(name: str, value: object, config: ServerConfig) -> Any:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from serving.api.chat_text import PROMPT_END_TOKENS, ChatText, OutputFormats
+from serving.api.chat_text import ChatText, OutputFormats, prompt_end
 from serving.api.errors import GenerationError, GivenUpError
 from serving.api.schema import ChatCall, CompletionCall, GenerationCall
 from serving.api.token_text import TokenText, prompt_text, prompt_token_texts, shown_token, token_bytes
@@ -229,7 +229,7 @@ class ChatAnswer(Answer):
         formats: OutputFormats,
     ):
         super().__init__(call, checked, model=model, tokenizer=tokenizer)
-        end = prompt_text(tokenizer, checked[0].token_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+        end = prompt_end(tokenizer, checked[0].token_ids)
         self._new_text = lambda: ChatText(call, formats, end, tokenizer)
         self._texts: dict[int, ChatText] = {}  # by choice
 

@@ -33,7 +33,7 @@ from serving.api.fields import (
     read_token_ids,
     short,
 )
-from serving.api.output_constraint import constrained, read_response_format, read_structured_outputs
+from serving.api.output_constraint import OutputConstraint, constrained, read_response_format, read_structured_outputs
 from serving.api.tools import (
     ToolChoice,
     ToolSpec,
@@ -56,6 +56,8 @@ from serving.text.chat_messages import check_messages, check_objects, plain_json
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = ENDPOINTS = ("completions", "chat", "tokenize", "detokenize")
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_INT32 = 2**31 - 1
+# vLLM's names before structured_outputs.
+GUIDED = {f"guided_{key}": key for key in ("json", "regex", "choice", "grammar")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,7 @@ class GenerationCall:
     request_id: str | None = None  # the client's own name for it
     cache_salt: bytes = b""  # of fixed size, whatever the client's salt was
     return_token_ids: bool = False
+    constraint: OutputConstraint | None = None  # what params.structured is made of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +226,10 @@ def request_fields(config: ServerConfig) -> tuple[Field, ...]:
     )
     read_structured = functools.partial(read_structured_outputs, config=config)
     add("structured_outputs", Structure(read_structured, structures), *generation)
+    for name, key in GUIDED.items():
+        read_guided = functools.partial(_read_guided, key=key, config=config)
+        examples = tuple(given[key] for given in structures if key in given)
+        add(name, Structure(read_guided, examples), *generation)
 
     add("user metadata prompt_cache_key safety_identifier prompt_cache_retention", NoEffect(), *generation, to="")
     add("store", Only((False,), "is not offered: nothing is kept"), *generation, to="")
@@ -362,11 +369,14 @@ def _sampling_fields(
 
 
 def _common(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    if values["response_format"] is not None and values["structured_outputs"] is not None:
-        raise RequestError("structured_outputs", "and response_format cannot go together")
+    given = [name for name in ("response_format", "structured_outputs", *GUIDED) if values[name] is not None]
+    if len(given) > 1:
+        raise RequestError(given[1], f"and {given[0]} cannot go together")
+    constraint = values[given[0]] if given else None
     salt = values["cache_salt"]
     return {
-        "params": constrained(SamplingParams(**fields), values["response_format"] or values["structured_outputs"]),
+        "params": constrained(SamplingParams(**fields), constraint),
+        "constraint": constraint,
         "model": values["model"],
         "request_id": values["request_id"],
         # no tier below sees a client's text
@@ -437,6 +447,11 @@ def _read_stream_options(name: str, value: object) -> StreamOptions:
     if flags.pop("include_obfuscation", False):
         raise RequestError(f"{name}.include_obfuscation", "is not offered")
     return StreamOptions(**flags)
+
+
+def _read_guided(name: str, value: object, *, key: str, config: ServerConfig) -> OutputConstraint:
+    constraint = read_structured_outputs("structured_outputs", {key: value}, config)
+    return dataclasses.replace(constraint, field=name)
 
 
 def _read_template_kwargs(name: str, value: object) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from configs.hf import ARCHITECTURES
 from configs.server import ServerConfig
-from serving.api.chat_text import OutputFormats, check_formats
+from serving.api.chat_text import OutputFormats, check_formats, prompt_end
+from serving.api.constrained_chat import chat_constraint
 from serving.api.errors import GivenUpError, OverloadedError, UnavailableError, UnknownModelError
+from serving.api.output_constraint import constrained, error_of_request
 from serving.api.responses import Answer, ChatAnswer, CompletionAnswer
 from serving.api.schema import (
     ChatCall,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:  # JAX takes seconds to import, and a server is to say at once
     from serving.metrics import EngineMetrics
     from serving.operations.operations import Operations
 
+NUM_GRAMMAR_THREADS = 4  # that wait for a grammar to be compiled
 NUM_TEXT_THREADS = 4  # that decode, check and encode
 NUM_TEMPLATE_THREADS = 4  # that wait for a chat template: a slow one holds up no request without
 
@@ -66,6 +69,7 @@ class Service:
         self._idle = asyncio.Event()
         self._idle.set()
         self._text_pool = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="headrace-text")
+        self._grammar_pool = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, thread_name_prefix="headrace-grammar")
         self._template_pool = ThreadPoolExecutor(NUM_TEMPLATE_THREADS, thread_name_prefix="headrace-template")
 
     def attach(self, engine: AsyncEngine, operations: Operations | None = None) -> None:
@@ -86,6 +90,7 @@ class Service:
 
     def close(self) -> None:
         self._text_pool.shutdown(wait=False, cancel_futures=True)
+        self._grammar_pool.shutdown(wait=False, cancel_futures=True)
         self._template_pool.shutdown(wait=False, cancel_futures=True)
 
     # State
@@ -207,11 +212,14 @@ class Service:
         context: the tenant and the trace, for metrics and logs; the operation is the call's.
         """
         engine = self.engine
+        loop = asyncio.get_running_loop()
         if isinstance(call, CompletionCall):
-            checked = await self.in_text_thread(self._check_prompts, engine, call)
+            pool = self._text_pool if call.constraint is None else self._grammar_pool
+            checked = await loop.run_in_executor(pool, self._check_prompts, engine, call)
         else:
             token_ids = await self._render(call)
-            checked = [await self.in_text_thread(self._check, engine, "messages", token_ids, call)]
+            pool = self._text_pool if call.constraint is None and not call.tool_names else self._grammar_pool
+            checked = [await loop.run_in_executor(pool, self._check_chat, engine, token_ids, call)]
         tokenizer = engine.engine.tokenizer
         answer: Answer
         if isinstance(call, CompletionCall):
@@ -226,16 +234,25 @@ class Service:
         names = [f"prompt[{i}]" for i in range(len(call.prompts))] if len(call.prompts) > 1 else ["prompt"]
         return [self._check(engine, name, prompt, call) for name, prompt in zip(names, call.prompts, strict=True)]
 
+    def _check_chat(self, engine: AsyncEngine, token_ids: list[int], call: ChatCall) -> CheckedRequest:
+        tokenizer = engine.engine.tokenizer
+        assert tokenizer is not None  # or there was no template
+        constraint = chat_constraint(call, self._formats, prompt_end(tokenizer, token_ids), tokenizer)
+        call = dataclasses.replace(call, params=constrained(call.params, constraint), constraint=constraint)
+        return self._check(engine, "messages", token_ids, call)
+
     def _check(
         self, engine: AsyncEngine, name: str, prompt: str | Sequence[int], call: CompletionCall | ChatCall
     ) -> CheckedRequest:
         try:
             return engine.engine.check(prompt, call.params, cache_salt=call.cache_salt)
         except RequestError as error:
-            # The engine's names of a prompt are not the request's.
+            # The engine's names of a prompt and of what outputs must match are not the request's.
+            if call.constraint is not None:
+                error = error_of_request(error, call.constraint)
             match = re.fullmatch(r"prompt(?:_token_ids)?(\[\d+\])?", error.field)
             if match is None:
-                raise
+                raise error from None
             raise RequestError(f"{name}{match[1] or ''}", str(error).removeprefix(f"{error.field}: ")) from None
 
     async def _render(self, call: ChatCall | TokenizeCall) -> list[int]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     type Built = tuple[AsyncEngine, Operations]
 
-PACKAGES = ("starlette", "uvicorn", "uvloop", "prometheus_client")
+PACKAGES = ("starlette", "uvicorn", "uvloop", "prometheus_client", "llguidance")
 
 
 class Door(Protocol):
@@ -197,6 +197,8 @@ def _build(configs: Configs, service: Service) -> Built:
     )
     progress.note(f"memory of one device:\n{engine.runner.ledger}")
     progress.note(f"settings beside the defaults: {', '.join(changed_settings(configs))}")
+    if engine.tokenizer is not None:
+        engine.load_structured()
     operations = Operations(
         engine, configs.operations, model_name=service.model_name, is_ready=lambda: service.is_ready
     )

@@ -68,14 +68,14 @@ class Log:
             self.num_drains += decision is None and scheduler.needs_drain
             return decision
 
-        def logged_dispatch(decision):
+        def logged_dispatch(decision, masks):
             held = {page for sequence in scheduler._running for page in sequence.page_ids}
             unused = self.unused_tokens()
             hits = {id(chunk.request): chunk.start for chunk in decision.prefill}
             resets = [(r.request, r.request.num_tokens, hits[id(r.request)]) for r in decision.resets]
             self.dispatches.append((clock(), decision, len(held) * engine.config.page_size, unused, resets))
             clock.move(int(rng.integers(0, 8)))  # the host takes time
-            return dispatch(decision)
+            return dispatch(decision, masks)
 
         def logged_update(decision, tokens):
             before = {id(r): r.num_output_tokens for _, r in decision.decode}

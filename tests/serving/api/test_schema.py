@@ -133,7 +133,6 @@ REFUSED = [
     (COMPLETIONS, {"prompt": [1, "a"]}, r"prompt\[1\]: must be a token id"),
     (COMPLETIONS, {"prompt": [[1], "a"]}, r"prompt\[1\]: must be a list of token ids"),
     (COMPLETIONS, {"prompt": ["a"] * 9, "n": 128}, "n: times prompts is 1152; at most 1024"),
-    (COMPLETIONS, {"response_format": {"type": "json_object"}}, "response_format: json_object is not available"),
     (COMPLETIONS, {"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs: must have one of"),
     (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens: is not max_tokens"),
     (CHAT, {"top_logprobs": 0}, "top_logprobs: needs logprobs=true"),
