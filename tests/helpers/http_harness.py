@@ -16,6 +16,7 @@ from serving.api.service import Service
 from serving.async_engine import AsyncEngine
 from serving.engine import build_engine
 from serving.operations.operations import Operations
+from serving.structured.compiler import GrammarCompiler
 from serving.text.byte_level import CHARACTER_OF_BYTE
 from serving.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -50,11 +51,11 @@ def byte_tokenizer(*, template: str | None = TEMPLATE, adds_bos: bool = True) ->
     return tokenizer
 
 
-def tiny_engine() -> AsyncEngine:
-    """Random weights, 301 tokens, context 96, eight slots, 64 pages of 8 tokens; no token ends its output but 7."""
+def tiny_engine(*, template: str = TEMPLATE, context: int = CONTEXT) -> AsyncEngine:
+    """Random weights, 301 tokens, eight slots, 128 pages of 8 tokens; no token ends its output but 7."""
     config = EngineConfig(
         dtype="float32",
-        max_model_len=CONTEXT,
+        max_model_len=context,
         max_num_seqs=8,
         page_size=8,
         prefill_token_buckets=(32,),
@@ -63,7 +64,8 @@ def tiny_engine() -> AsyncEngine:
         num_pages=129,
     )
     engine = build_engine(f"dummy:{TINY}", config, MeshConfig())
-    engine.tokenizer = byte_tokenizer()
+    engine.tokenizer = byte_tokenizer(template=template)
+    engine._grammars = GrammarCompiler(engine.tokenizer, VOCAB_SIZE, engine.eos_token_ids)
     return AsyncEngine(engine)
 
 
