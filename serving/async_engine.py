@@ -95,8 +95,8 @@ class AsyncEngine:
     ) -> AsyncGenerator[tuple[OutputDelta, RequestOutput | None], None]:
         """Yield (delta, None) as tokens come, and the whole RequestOutput beside the last delta.
 
-        The engine names a request without `request_id`. `context` is for metrics, logs and traces. Raises RequestError for a refused request. Leaving the iterator
-        early aborts the request.
+        The engine names a request without `request_id`. `context` is for metrics, logs and traces. Raises RequestError
+        for a refused request. Leaving the iterator early aborts the request.
         """
         if request_id is not None:
             request_id = check_request_id(request_id)

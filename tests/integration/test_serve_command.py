@@ -19,6 +19,7 @@ from serving.__main__ import main
 
 TINY = Path(__file__).parents[1] / "data" / "tiny"
 FLAGS = ["--dtype=float32", "--max_num_seqs=2", "--prefill_token_buckets=32", "--num_pages=200", "--max_decode_steps=1"]
+FLAGS += ["--measure_peaks=false"]
 LONG = {"prompt": [1, 2], "max_tokens": 900, "ignore_eos": True, "temperature": 0, "stream": True}
 
 
@@ -28,9 +29,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(port: int, *flags: str) -> Iterator[subprocess.Popen[str]]:
+def serving(port: int, *flags: str, log: Path | None = None) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "serving", "serve", f"--model=dummy:{TINY}", f"--port={port}", *FLAGS, *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    with open(log or "/dev/null", "w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
         yield process
     finally:
@@ -56,6 +58,8 @@ async def drained(port: int, process: subprocess.Popen[str], *, n: int, num_sign
         while (refused := await client.get("/readyz")).status_code == 200:
             await asyncio.sleep(0.005)
         assert "draining" in refused.text
+        scrape = await client.get("/metrics")
+        assert [line[-4:] for line in scrape.text.splitlines() if line.startswith("headrace_ready{")] == [" 0.0"]
         refused = await client.post("/v1/completions", json=LONG)
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
         if num_signals > 1:
@@ -65,9 +69,10 @@ async def drained(port: int, process: subprocess.Popen[str], *, n: int, num_sign
     return [line for line in text if line]
 
 
-def test_s46_s47_loading_is_said_ready_is_said_and_a_signal_lets_requests_end():
-    port = free_port()
-    with serving(port, "--served_model_name=m") as process, httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+def test_s46_s47_loading_is_said_ready_is_said_and_a_signal_lets_requests_end(tmp_path):
+    port, log = free_port(), tmp_path / "log"
+    flags = ("--served_model_name=m", "--json_logs=true")
+    with serving(port, *flags, log=log) as process, httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
         while True:
             with contextlib.suppress(httpx.ConnectError):
                 assert client.get("/health").status_code == 200
@@ -77,11 +82,16 @@ def test_s46_s47_loading_is_said_ready_is_said_and_a_signal_lets_requests_end():
         line = process.stdout.readline()
         assert line.startswith("headrace: m is ready after ") and line.endswith(f"http://127.0.0.1:{port}\n")
         assert client.get("/readyz").status_code == 200
+        assert 'headrace_ready{engine="0",model_name="m"} 1.0' in client.get("/metrics").text
+        assert client.get("/status.json").json()["state"] == "ready"
         client.close()
         *_, end, done = asyncio.run(drained(port, process, n=1, num_signals=1))
         assert json.loads(end)["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
         assert process.wait(timeout=60) == 0
         assert process.stdout.read() == ""
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    assert {"http_request", "request_finished"} <= {line["event"] for line in lines}
+    assert "message of a library" not in {line["event"] for line in lines if line["level"] in ("error", "critical")}
 
 
 def test_s46_a_second_signal_gives_up_what_runs():
