@@ -92,16 +92,20 @@ def prompt_end(tokenizer: Tokenizer | None, token_ids: Sequence[int]) -> str:
 class ChatText:
     """Takes text in increments and gives deltas, as `choices[].delta` of a stream has them.
 
-    prompt: the end of the prompt's text. formats, end_texts: as of `OutputFormats`.
+    prompt: the end of the prompt's text.
     """
 
     def __init__(self, call: ChatCall, formats: OutputFormats, prompt: str, tokenizer: Tokenizer | None):
+        end_texts: tuple[str, ...] = ()
+        if formats.needs_special_tokens(call) and tokenizer is not None:
+            stops = [token_id for token_id in call.params.stop_token_ids if token_id in tokenizer.special_token_ids]
+            end_texts = (*formats.end_texts, *map(tokenizer.token_text, stops))
         self._make_parser = lambda: OutputParser(
             tool_format=formats.tool,
             reasoning_format=formats.reasoning,
             tool_names=call.tool_names,
             prompt=prompt,
-            end_texts=formats.end_texts if formats.needs_special_tokens(call) else (),
+            end_texts=end_texts,
         )
         self._parser = self._make_parser()
         self._max_calls = None if call.parallel_tool_calls else 1

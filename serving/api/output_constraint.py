@@ -76,22 +76,26 @@ def read_structured_outputs(name: str, value: object, config: ServerConfig) -> O
     if len(given) != 1:
         raise RequestError(name, f"must have one of json, json_object, regex, choice, grammar; has {len(given)}")
     ((key, item),) = given.items()
-    inner = f"{name}.{key}"
+    return read_constraint(f"{name}.{key}", key, item, config)
+
+
+def read_constraint(name: str, key: str, item: object, config: ServerConfig) -> OutputConstraint:
+    """The constraint that one of the keys of `structured_outputs` gives; `name` is that of the field that has it."""
     if key == "json":
         if isinstance(item, str):  # a schema as text, as some clients send it
-            item = _schema_of_text(inner, item, config)
-        return OutputConstraint(kind="json_schema", value=read_json_schema(inner, item, config), field=inner)
+            item = _schema_of_text(name, item, config)
+        return OutputConstraint(kind="json_schema", value=read_json_schema(name, item, config), field=name)
     if key == "json_object":
         if item is not True:
-            raise RequestError(inner, f"must be true, got {shown(item)}")
-        return OutputConstraint(kind="json_object", value=None, field=inner)
+            raise RequestError(name, f"must be true, got {shown(item)}")
+        return OutputConstraint(kind="json_object", value=None, field=name)
     if key == "choice":
         if not isinstance(item, list) or not 1 <= len(item) <= MAX_CHOICES:
-            raise RequestError(inner, f"must be a list of 1 to {MAX_CHOICES} texts")
-        texts = tuple(Text(config.max_grammar_chars).read(f"{inner}[{i}]", text) for i, text in enumerate(item))
-        return OutputConstraint(kind="choice", value=texts, field=inner)
-    text = Text(config.max_grammar_chars).read(inner, item)
-    return OutputConstraint(kind="regex" if key == "regex" else "grammar", value=text, field=inner)
+            raise RequestError(name, f"must be a list of 1 to {MAX_CHOICES} texts")
+        texts = tuple(Text(config.max_grammar_chars).read(f"{name}[{i}]", text) for i, text in enumerate(item))
+        return OutputConstraint(kind="choice", value=texts, field=name)
+    text = Text(config.max_grammar_chars).read(name, item)
+    return OutputConstraint(kind="regex" if key == "regex" else "grammar", value=text, field=name)
 
 
 def read_json_schema(name: str, value: object, config: ServerConfig) -> Any:

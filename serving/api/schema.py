@@ -33,7 +33,13 @@ from serving.api.fields import (
     read_token_ids,
     short,
 )
-from serving.api.output_constraint import OutputConstraint, constrained, read_response_format, read_structured_outputs
+from serving.api.output_constraint import (
+    OutputConstraint,
+    constrained,
+    read_constraint,
+    read_response_format,
+    read_structured_outputs,
+)
 from serving.api.tools import (
     ToolChoice,
     ToolSpec,
@@ -450,8 +456,7 @@ def _read_stream_options(name: str, value: object) -> StreamOptions:
 
 
 def _read_guided(name: str, value: object, *, key: str, config: ServerConfig) -> OutputConstraint:
-    constraint = read_structured_outputs("structured_outputs", {key: value}, config)
-    return dataclasses.replace(constraint, field=name)
+    return read_constraint(name, key, value, config)
 
 
 def _read_template_kwargs(name: str, value: object) -> dict[str, Any]:

@@ -111,9 +111,13 @@ class Service:
         _ = self.engine
         self._check_not_stuck()
 
+    @property
+    def is_dead(self) -> bool:
+        return self._engine is not None and not self._engine.is_alive and not self._is_draining
+
     def check_alive(self) -> None:
         """Raise UnavailableError where only a new start helps: the engine is dead, or a step of it does not return."""
-        if self._engine is not None and not self._engine.is_alive and not self._is_draining:
+        if self.is_dead:
             raise UnavailableError("the engine is dead")
         self._check_not_stuck()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from typing import Any
 
 import httpx
@@ -188,6 +189,9 @@ def test_tenant_trace_and_names_reach_the_engine_and_the_access_log(http, engine
         http.get("/v1/models/tiny", headers=AS_A)
         http.get("/secret/path?key=secret", headers=AS_A)
         http.get("/status.json")
+        deadline_s = time.monotonic() + 10
+        while len(caplog.records) < 5 and time.monotonic() < deadline_s:  # a line follows its answer
+            time.sleep(0.01)
     assert chat.headers["traceparent"] == TRACE
     first, *others = requests.records
     assert (first.context.tenant, first.context.operation) == ("bolt", "chat")
