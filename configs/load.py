@@ -1,7 +1,7 @@
 """Files and flags to configs. The only module that knows gin, and it imports gin only when a gin source is given.
 
 gin supplies the grammar, the binding table, macros and the lock. Its freedoms stay out: a file can bind fields of
-the three configs and nothing else. Imports, references (`@name`), scopes, unused macros and unknown names are
+the configs and nothing else. Imports, references (`@name`), scopes, unused macros and unknown names are
 refused, since gin would run, accept or ignore them.
 """
 
@@ -17,9 +17,17 @@ from typing import Any
 
 from configs.checks import ConfigError
 from configs.engine import EngineConfig, MeshConfig
+from configs.operations import OperationsConfig
 from configs.run import Configs, RunConfig
+from configs.server import ServerConfig
 
-CONFIG_CLASSES = {"RunConfig": RunConfig, "EngineConfig": EngineConfig, "MeshConfig": MeshConfig}
+CONFIG_CLASSES = {
+    "RunConfig": RunConfig,
+    "EngineConfig": EngineConfig,
+    "MeshConfig": MeshConfig,
+    "ServerConfig": ServerConfig,
+    "OperationsConfig": OperationsConfig,
+}
 PRESET_FOLDER = Path(__file__).parent  # models/, hardware/ and runs/ with the gin files we ship
 
 
@@ -53,12 +61,24 @@ def load_configs(
 
 
 def config_text(configs: Configs) -> str:
-    """Every field of every config as gin bindings, one a line: what is in force, and a file that gives it again."""
+    """Every field of every config as gin bindings, one a line: what is in force, and a file that gives it again.
+
+    Secrets (fields that their config's repr leaves out) are not shown.
+    """
     lines = []
-    for config in (configs.run, configs.engine, configs.mesh):
+    for config in (configs.run, configs.engine, configs.mesh, configs.server, configs.operations):
         for field in dataclasses.fields(config):
+            if not field.repr:
+                lines.append(f"# {type(config).__name__}.{field.name} is not shown: {len(getattr(config, field.name))}")
+                continue
             lines.append(f"{type(config).__name__}.{field.name} = {getattr(config, field.name)!r}")
     return "\n".join(lines)
+
+
+def changed_settings(configs: Configs) -> list[str]:
+    """The lines of `config_text` that are not the defaults'."""
+    defaults = config_text(Configs()).splitlines()
+    return [line for line in config_text(configs).splitlines() if line not in defaults]
 
 
 def _check_field(config: str, field: str) -> None:
@@ -79,7 +99,13 @@ def _build(values: Mapping[str, Mapping[str, Any]], origins: Mapping[tuple[str, 
                 if config == name and message.startswith((f"{name}.{field} ", f"{name}.{field}=")):
                     raise ConfigError(f"{message} (bound in {origin})") from None
             raise
-    return Configs(run=built["RunConfig"], engine=built["EngineConfig"], mesh=built["MeshConfig"])
+    return Configs(
+        run=built["RunConfig"],
+        engine=built["EngineConfig"],
+        mesh=built["MeshConfig"],
+        server=built["ServerConfig"],
+        operations=built["OperationsConfig"],
+    )
 
 
 def _load_with_gin(

@@ -1,4 +1,4 @@
-"""RunConfig: what one run serves. Configs: the three configs of a run together."""
+"""RunConfig: what one run serves. Configs: the configs of a run together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from configs.checks import ConfigError
 from configs.engine import EngineConfig, MeshConfig
+from configs.operations import OperationsConfig
+from configs.server import ServerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,3 +41,5 @@ class Configs:
     run: RunConfig = field(default_factory=RunConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    operations: OperationsConfig = field(default_factory=OperationsConfig)

@@ -1,6 +1,6 @@
 """Logits to token ids, with every setting per row. Pure; a row's result does not depend on the other rows.
 
-Order, as vLLM documents it: bias and bans, min_tokens, penalties (repetition: CTRL, Keskar et al. 2019), temperature,
+Order, as vLLM documents it: masks, bias and bans, min_tokens, penalties (repetition: CTRL, Keskar et al. 2019), temperature,
 min_p (Nguyen et al. 2024), top_k, top_p (Holtzman et al. 2020), then a Gumbel-max draw. Shapes: S rows, V padded
 vocabulary; the padded tail has logit -inf on entry and is never chosen.
 """
@@ -18,7 +18,7 @@ from jax import Array, lax
 @dataclass(frozen=True)
 class SamplingRows:
     """Sampling settings of S rows. Values that turn a stage off: temperature 0, top_k 0, top_p 1, min_p 0,
-    penalties 1, 0, 0, uses_vocab False (then bias, counts and seen are not read)."""
+    penalties 1, 0, 0, uses_vocab False (then masks, bias, counts and seen are not read)."""
 
     temperature: Array  # [S] float32
     top_k: Array  # [S] int32
@@ -31,6 +31,7 @@ class SamplingRows:
     stop_ids: Array  # [S, E] int32, -1 where unused
     min_positions: Array  # [S] int32: no stop id is sampled at a position below this
     uses_vocab: Array  # [S] bool
+    masks: Array  # [S, ceil(V / 32)] int32, a bit for each token, lowest first: those set may be chosen
     bias: Array  # [S, V] float32, added to the logits; -inf bans
     output_counts: Array  # [S, V] int32
     prompt_seen: Array  # [S, V] bool
@@ -43,7 +44,9 @@ def _apply_vocab(logits: Array, rows: SamplingRows) -> Array:
     penalised = jnp.where(biased > 0, biased / penalty, biased * penalty)
     penalised -= rows.frequency_penalty[:, None] * counts
     penalised -= rows.presence_penalty[:, None] * (counts > 0)
-    return jnp.where(rows.uses_vocab[:, None], penalised, logits)
+    bits = (rows.masks[:, :, None] >> jnp.arange(32)) & 1
+    may_choose = bits.reshape(bits.shape[0], -1)[:, : logits.shape[1]] == 1
+    return jnp.where(rows.uses_vocab[:, None], jnp.where(may_choose, penalised, -jnp.inf), logits)
 
 
 def _sort_keys(x: Array) -> Array:

@@ -14,12 +14,13 @@ from absl import logging
 
 from checkpoints.errors import CheckpointError
 from configs.checks import ConfigError
-from configs.load import config_text
+from configs.load import changed_settings, config_text
 from configs.run import Configs
 from serving import bench
 from serving.cli.compile import run_compile
 from serving.cli.generate import run_generate
 from serving.cli.parser import UsageError, build_parser, configs_from, rewrite_gin_sugar
+from serving.cli.serve import run_serve
 from serving.display import ProgressReporter
 from serving.request import RequestError
 from serving.text.base import TokenizerError
@@ -62,6 +63,8 @@ def _run(args: argparse.Namespace, llm_factory: Any) -> int:
         return 0
     if args.command == "compile":
         return run_compile(args, configs)
+    if args.command == "serve":
+        return run_serve(args, configs)
     source = configs.run.model_source
     make_llm = functools.partial(_make_llm, source, configs, llm_factory)
     if args.command == "bench":
@@ -86,9 +89,7 @@ def _make_llm(source: str, configs: Configs, llm_factory: Any) -> Any:
 
         llm_factory = LLM
     llm = llm_factory(source, engine_config=configs.engine, mesh_config=configs.mesh)
-    defaults = config_text(Configs()).splitlines()
-    settings = [line for line in config_text(configs).splitlines() if line not in defaults]
-    print(f"settings beside the defaults: {', '.join(settings)}", file=sys.stderr)
+    print(f"settings beside the defaults: {', '.join(changed_settings(configs))}", file=sys.stderr)
     return llm
 
 

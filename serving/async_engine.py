@@ -16,12 +16,13 @@ import queue
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from configs.engine import EngineConfig, MeshConfig
 from serving.engine import CheckedRequest, Engine, OutputDelta, Prompt, build_engine
-from serving.request import RequestOutput, SamplingParams
+from serving.request import RequestContext, RequestOutput, SamplingParams
 from serving.validation import check_request_id
 
 logger = logging.getLogger(__name__)
@@ -31,16 +32,27 @@ class EngineDeadError(RuntimeError):
     """The engine's thread has ended; `__cause__` says why."""
 
 
+_Item = tuple[int, OutputDelta, RequestOutput | None] | BaseException
+
+
 @dataclass
 class _Stream:
     loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[tuple[OutputDelta, RequestOutput | None] | BaseException]
+    queue: asyncio.Queue[_Item]  # of all requests of one caller
+    index: int  # of this request among them
     request_id: str | None = None  # of the engine's thread; None until the engine has the request
 
-    def put(self, item: tuple[OutputDelta, RequestOutput | None] | BaseException) -> None:
-        # A closed loop has nobody waiting any more.
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
+    def put(self, item: _Item) -> None:
+        _post(self.loop, [(self.queue, item)])
+
+
+def _post(loop: asyncio.AbstractEventLoop, items: list[tuple[asyncio.Queue[_Item], _Item]]) -> None:
+    def put_all() -> None:
+        for items_queue, item in items:
+            items_queue.put_nowait(item)
+
+    with contextlib.suppress(RuntimeError):  # a closed loop has nobody waiting any more
+        loop.call_soon_threadsafe(put_all)
 
 
 class AsyncEngine:
@@ -56,6 +68,8 @@ class AsyncEngine:
         self._error: BaseException | None = None
         self._closed = False
         self._lock = threading.Lock()
+        # Grammars have threads of their own: slow ones hold up no text that is encoded.
+        self._compiling = ThreadPoolExecutor(max_workers=8, thread_name_prefix="headrace-grammar")
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
         self._thread.start()
         _OPEN_ENGINES.add(self)
@@ -72,40 +86,76 @@ class AsyncEngine:
         return cls(build_engine(model, config or EngineConfig(), mesh_config or MeshConfig(), **kwargs))
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        context: RequestContext | None = None,
     ) -> AsyncGenerator[tuple[OutputDelta, RequestOutput | None], None]:
         """Yield (delta, None) as tokens come, and the whole RequestOutput beside the last delta.
 
-        The engine names a request without `request_id`. Raises RequestError for a refused request. Leaving the iterator
-        early aborts the request.
+        The engine names a request without `request_id`. `context` is for metrics, logs and traces. Raises RequestError
+        for a refused request. Leaving the iterator early aborts the request.
         """
         if request_id is not None:
             request_id = check_request_id(request_id)
-        if isinstance(prompt, str):  # may take long to encode: neither this loop nor the engine waits for it
+        # What may take long, neither this loop nor the engine waits for.
+        if isinstance(params, SamplingParams) and params.structured is not None:
+            loop = asyncio.get_running_loop()
+            checked = await loop.run_in_executor(self._compiling, self.engine.check, prompt, params)
+        elif isinstance(prompt, str):
             checked = await asyncio.to_thread(self.engine.check, prompt, params)
         else:
             checked = self.engine.check(prompt, params)
-        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
-        if not self._send(lambda: self._add(checked, request_id, stream)):
+        requests = self.generate_checked([checked], [request_id], context=context)
+        async with contextlib.aclosing(requests) as items:
+            async for _, delta, output in items:
+                yield delta, output
+
+    async def generate_checked(
+        self,
+        checked: Sequence[CheckedRequest],
+        request_ids: Sequence[str | None] | None = None,
+        *,
+        context: RequestContext | None = None,
+    ) -> AsyncGenerator[tuple[int, OutputDelta, RequestOutput | None], None]:
+        """Run requests that `Engine.check` has found right, queued together and in order, until all have finished.
+
+        Yields (index of the request, delta, and beside its last delta its whole output). Leaving the iterator early, or
+        an error in one of them, aborts all. Raises EngineDeadError, and RequestError for an id in use.
+        """
+        loop = asyncio.get_running_loop()
+        items: asyncio.Queue[_Item] = asyncio.Queue()
+        streams = [_Stream(loop, items, index) for index in range(len(checked))]
+        ids = [None] * len(checked) if request_ids is None else request_ids
+
+        def add_all() -> None:
+            for request, request_id, stream in zip(checked, ids, streams, strict=True):
+                self._add(request, request_id, context, stream)
+
+        if not self._send(add_all):
             raise EngineDeadError("the engine has stopped") from self._error
-        finished = False
+        num_unfinished = len(streams)
         try:
-            while not finished:
-                item = await stream.queue.get()
+            while num_unfinished:
+                item = await items.get()
                 if isinstance(item, BaseException):
-                    finished = True
                     raise item
-                finished = item[1] is not None
+                if item[2] is not None:
+                    num_unfinished -= 1
                 yield item
         finally:
-            if not finished:
-                self._send(lambda: self._abort_stream(stream))
+            if num_unfinished:
+                self._send(lambda: self._abort_streams(streams))
 
     async def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams,
         request_id: str | None = None,
+        *,
+        context: RequestContext | None = None,
         **template_args: Any,
     ) -> AsyncGenerator[tuple[OutputDelta, RequestOutput | None], None]:
         """Answer one conversation, through the model's chat template; yields as `generate` does.
@@ -113,13 +163,27 @@ class AsyncEngine:
         template_args are those of `serving.text.chat_template.ChatTemplate.render`, such as tools.
         """
         prompt = await asyncio.to_thread(functools.partial(self.engine.render_chat, messages, **template_args))
-        async with contextlib.aclosing(self.generate(prompt, params, request_id)) as stream:
+        async with contextlib.aclosing(self.generate(prompt, params, request_id, context=context)) as stream:
             async for item in stream:
                 yield item
 
     def stats(self) -> dict[str, int | float]:
         """Counters since start and gauges of now, as `serving.engine.Engine.stats` explains them."""
         return self.engine.stats()
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix; returns how many pages were forgotten. Raises EngineDeadError."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[int] = loop.create_future()
+
+        def reset() -> None:
+            num_pages = self.engine.reset_prefix_cache() if self._error is None else 0
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(num_pages))
+
+        if not self._send(reset):
+            raise EngineDeadError("the engine has stopped") from self._error
+        return await done
 
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free within a step. Unknown ids are ignored. Raises RequestError for no id."""
@@ -137,7 +201,7 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._error is None and self._thread.is_alive()  # the error comes first, then callers are told
 
     def _send(self, command: Callable[[], None]) -> bool:
         """Give the engine's thread something to do; False once it has stopped."""
@@ -149,12 +213,14 @@ class AsyncEngine:
 
     # In the engine's thread
 
-    def _add(self, checked: CheckedRequest, request_id: str | None, stream: _Stream) -> None:
+    def _add(
+        self, checked: CheckedRequest, request_id: str | None, context: RequestContext | None, stream: _Stream
+    ) -> None:
         if self._error is not None:
             stream.put(self._dead())
             return
         try:
-            stream.request_id = self.engine.add_checked(checked, request_id)
+            stream.request_id = self.engine.add_checked(checked, request_id, context=context)
         except Exception as error:  # nothing has changed: this is its caller's alone, whatever it is
             stream.put(error)
         else:
@@ -164,19 +230,24 @@ class AsyncEngine:
         if self._error is None and request_id in self._streams:
             self._deliver(self.engine.abort(request_id))
 
-    def _abort_stream(self, stream: _Stream) -> None:
-        # Its id may be in use again by another stream, or never have been its own.
-        if stream.request_id is not None and self._streams.get(stream.request_id) is stream:
-            self._abort(stream.request_id)
+    def _abort_streams(self, streams: Sequence[_Stream]) -> None:
+        for stream in streams:
+            # Its id may be in use again by another stream, or never have been its own.
+            if stream.request_id is not None and self._streams.get(stream.request_id) is stream:
+                self._abort(stream.request_id)
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
+        # One wake-up for each loop and step: each costs this thread a system call.
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[_Item], _Item]]] = {}
         for delta in deltas:
             stream = self._streams[delta.request_id]
             output = None
             if delta.request_finished:
                 output = self.engine.collect(delta.request_id)
                 del self._streams[delta.request_id]
-            stream.put((delta, output))
+            by_loop.setdefault(stream.loop, []).append((stream.queue, (stream.index, delta, output)))
+        for loop, items in by_loop.items():
+            _post(loop, items)
 
     def _run(self) -> None:
         try:

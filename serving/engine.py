@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import time
@@ -26,21 +27,27 @@ from serving.execution.model_runner import CompileGuard, ModelRunner, PendingSte
 from serving.execution.program_plan import context_length
 from serving.execution.slot_table import MAX_EOS_IDS
 from serving.execution.step_clock import StepClock
+from serving.observer import EngineObserver, request_record, step_record
 from serving.request import (
     CompletionOutput,
     FinishReason,
     Request,
+    RequestContext,
     RequestError,
     RequestOutput,
     SamplingParams,
     TokenLogprob,
 )
 from serving.scheduling.config import RopeRegime, SchedulerConfig
+from serving.scheduling.schedule import Schedule
 from serving.scheduling.scheduler import NOT_FINITE, Scheduler, StepEvent
+from serving.structured.compiler import GrammarCompiler
+from serving.structured.constraint import Constraint, Grammar
 from serving.text.base import TokenizerError
 from serving.text.chat_template import ChatTemplate
 from serving.text.detokenizer import IncrementalDetokenizer
 from serving.text.generation_config import default_fields, eos_token_ids
+from serving.text.template_renderer import RenderLimits
 from serving.text.tokenizer import Tokenizer, load_tokenizer
 from serving.validation import (
     check_params,
@@ -55,6 +62,8 @@ from sharding.placement import check_split, named_sharding
 
 Prompt = str | Sequence[int]
 Progress = Callable[[str, int, int, str], None]  # stage, done, in all, unit or item
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +88,8 @@ class CheckedRequest:
     params: SamplingParams
     max_total_tokens: int
     stop_token_ids: tuple[int, ...]
+    grammar: Grammar | None
+    cache_salt: bytes = b""
 
 
 @dataclass
@@ -86,6 +97,7 @@ class _Completion:
     request: Request
     output: CompletionOutput
     detokenizer: IncrementalDetokenizer | None
+    constraint: Constraint | None
 
 
 @dataclass
@@ -96,13 +108,29 @@ class _Group:
     prompt: str | None
     completions: list[_Completion]
     prompt_logprobs: list[TokenLogprob | None] | None
-    arrival_time_s: float
-    first_token_time_s: float | None = None
-    finish_time_s: float | None = None
     num_unfinished: int = 0
+
+    @property
+    def requests(self) -> list[Request]:
+        return [completion.request for completion in self.completions]
 
     def owns(self, request: Request) -> bool:
         return any(completion.request is request for completion in self.completions)
+
+    def times(self) -> dict[str, float | None]:
+        """Of the engine's clock: the earliest of its completions' first moments, the latest of their last ones."""
+        requests = self.requests
+        first_scheduled = [r.first_scheduled_time_s for r in requests if r.first_scheduled_time_s is not None]
+        first_token = [r.first_token_time_s for r in requests if r.first_token_time_s is not None]
+        last_token = [r.last_token_time_s for r in requests if r.last_token_time_s is not None]
+        finish = [r.finish_time_s for r in requests if r.finish_time_s is not None]
+        return {
+            "arrival_time_s": requests[0].arrival_time_s,
+            "first_scheduled_time_s": min(first_scheduled, default=None),
+            "first_token_time_s": min(first_token, default=None),
+            "last_token_time_s": max(last_token, default=None),
+            "finish_time_s": max(finish) if self.num_unfinished == 0 else None,
+        }
 
 
 @dataclass
@@ -125,6 +153,7 @@ class EngineCounters:
 class Engine:
     """One model on one mesh. One thread calls `add`, `abort` and `step`.
 
+    `now` is the clock of every time that the engine reports, in seconds. `observers` are told of steps and requests.
     Raises ConfigError, CheckpointError at construction and RequestError from `add`.
     """
 
@@ -138,8 +167,13 @@ class Engine:
         *,
         device_bytes: int,
         generation_config: dict | None = None,
+        render_limits: RenderLimits | None = None,
         progress: Progress | None = None,
+        now: Callable[[], float] = time.monotonic,
     ):
+        self._render_limits = render_limits
+        self.now = now
+        self.observers: tuple[EngineObserver, ...] = ()
         self.model_config, self.config, self.tokenizer = model_config, config, tokenizer
         self.generation_config = generation_config or {}
         self.max_model_len = context_length(model_config, config)
@@ -169,12 +203,17 @@ class Engine:
         )
         self._compiles_before_serving = CompileGuard.count()
         self.counters = EngineCounters()
-        self.clock = StepClock()
+        self.clock = StepClock(now)
         self._groups: dict[str, _Group] = {}
         self._pending: PendingStep | None = None
+        self._last_read_time_s = 0.0
         self._failure: BaseException | None = None  # what ended a step halfway: the device's state is lost with it
         self._ids = (f"request-{number}" for number in itertools.count())
         self._seeds = np.random.default_rng(config.seed)
+        self._grammars: GrammarCompiler | None = None
+        if tokenizer is not None:
+            self._grammars = GrammarCompiler(tokenizer, model_config.vocab_size, self.eos_token_ids)
+        self._num_constrained = 0  # unfinished completions that follow a grammar
         self._chat_template: ChatTemplate | None = None  # made when first needed
         self._chat_lock = threading.Lock()
 
@@ -219,12 +258,23 @@ class Engine:
 
     # Requests
 
-    def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        context: RequestContext | None = None,
+    ) -> str:
         """Queue a request; returns its id. Raises RequestError, and then nothing has changed."""
-        return self.add_checked(self.check(prompt, params), request_id)
+        return self.add_checked(self.check(prompt, params), request_id, context=context)
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> CheckedRequest:
-        """Check a request and encode its text; changes nothing. Raises RequestError. Any thread may call it."""
+    def check(self, prompt: Prompt, params: SamplingParams, *, cache_salt: bytes = b"") -> CheckedRequest:
+        """Check a request, encode its text and compile its grammar; changes nothing. Raises RequestError. Any thread may
+        call it, an event loop's only for token ids without `SamplingParams.structured`: the rest may take seconds.
+
+        Requests of different `cache_salt` share nothing through the prefix cache.
+        """
         if not isinstance(params, SamplingParams):
             raise RequestError("sampling_params", f"must be SamplingParams, got {type(params).__name__}")
         stop_token_ids = self._check_params(params)
@@ -235,8 +285,33 @@ class Engine:
         limit = max_total_tokens(len(token_ids), params, self.max_model_len)
         self.scheduler.check_room(len(token_ids), limit)
         return CheckedRequest(
-            text=text, token_ids=token_ids, params=params, max_total_tokens=limit, stop_token_ids=stop_token_ids
+            text=text,
+            token_ids=token_ids,
+            params=params,
+            max_total_tokens=limit,
+            stop_token_ids=stop_token_ids,
+            grammar=self._compile_grammar(params, stop_token_ids),
+            cache_salt=cache_salt,
         )
+
+    def load_structured(self) -> None:
+        """Load what the first request with `SamplingParams.structured` would: for a server, before it serves.
+
+        Raises RequestError where that is not installed or the model has no tokenizer.
+        """
+        if self._grammars is None:
+            raise RequestError("structured", "needs a tokenizer, and this model has none")
+        self._grammars.load()
+
+    def _compile_grammar(self, params: SamplingParams, stop_token_ids: tuple[int, ...]) -> Grammar | None:
+        if params.structured is None:
+            return None
+        assert self._grammars is not None  # without a tokenizer it was refused
+        grammar = self._grammars.compile(params.structured)
+        first = Constraint(grammar, params, stop_token_ids)
+        if first.error is not None or first.is_complete:
+            raise RequestError("structured", first.error or "leaves no token to sample but an end of sequence")
+        return grammar
 
     def _check_params(self, params: SamplingParams) -> tuple[int, ...]:
         """Check settings against model and engine; returns the ids that stop the request."""
@@ -250,7 +325,9 @@ class Engine:
         check_tokens_left(params, stop_ids, self.model_config.vocab_size)
         return tuple(dict.fromkeys(stop_ids))
 
-    def add_checked(self, checked: CheckedRequest, request_id: str | None = None) -> str:
+    def add_checked(
+        self, checked: CheckedRequest, request_id: str | None = None, *, context: RequestContext | None = None
+    ) -> str:
         """Queue what `check` returned; returns its id, a new one if None. Raises RequestError for an id in use."""
         self._check_alive()
         if request_id is None:
@@ -261,7 +338,7 @@ class Engine:
                 raise RequestError("request_id", f"{request_id[:80]!r} is in use by a request that has not finished")
         params, token_ids = checked.params, checked.token_ids
         seed = params.seed % 2**64 if params.seed is not None else int(self._seeds.integers(2**64, dtype=np.uint64))
-        now_s = time.monotonic()
+        now_s = self.now()
         completions = [
             _Completion(
                 Request(
@@ -273,6 +350,8 @@ class Engine:
                     child_index=index,
                     seed=seed,
                     arrival_time_s=now_s,
+                    cache_salt=checked.cache_salt,
+                    context=context or RequestContext(),
                 ),
                 CompletionOutput(
                     index=index,
@@ -282,16 +361,19 @@ class Engine:
                     cumulative_logprob=None if params.logprobs is None else 0.0,
                 ),
                 self._detokenizer(params),
+                None if checked.grammar is None else Constraint(checked.grammar, params, checked.stop_token_ids),
             )
             for index in range(params.n)
         ]
         prompt_logprobs: list[TokenLogprob | None] | None = None
         if params.prompt_logprobs is not None:
             prompt_logprobs = [None] * len(token_ids)
-        group = _Group(request_id, checked.text, completions, prompt_logprobs, now_s, num_unfinished=params.n)
+        group = _Group(request_id, checked.text, completions, prompt_logprobs, num_unfinished=params.n)
         for completion in completions:
             self.scheduler.add(completion.request)
         self._groups[request_id] = group
+        if checked.grammar is not None:
+            self._num_constrained += params.n
         self.counters.num_requests += 1
         self.counters.num_prompt_tokens += len(token_ids)
         return request_id
@@ -322,7 +404,7 @@ class Engine:
             if self._chat_template is None:
                 if self.tokenizer is None or self.tokenizer.chat_template is None:
                     raise RequestError("messages", "need a chat template, and this model has none")
-                self._chat_template = ChatTemplate(self.tokenizer)
+                self._chat_template = ChatTemplate(self.tokenizer, limits=self._render_limits)
         return self._chat_template.render_ids(messages, **template_args)
 
     def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
@@ -342,7 +424,11 @@ class Engine:
         if group is None:
             return []
         aborted = self.scheduler.abort(request_id)
-        return [self._finish_delta(group, group.completions[request.child_index], (), "", None) for request in aborted]
+        now_s = self.now()
+        return [
+            self._finish_delta(group, group.completions[request.child_index], (), "", None, now_s)
+            for request in aborted
+        ]
 
     def output(self, request_id: str) -> RequestOutput:
         """A request as it stands. KeyError for an unknown or already collected id."""
@@ -356,12 +442,7 @@ class Engine:
             outputs=[completion.output for completion in group.completions],
             finished=group.num_unfinished == 0,
             num_cached_tokens=first.num_cached_tokens,
-            metrics={
-                "arrival_time_s": group.arrival_time_s,
-                "first_token_time_s": group.first_token_time_s,
-                "finish_time_s": group.finish_time_s,
-                "num_preemptions": sum(c.request.num_preemptions for c in group.completions),
-            },
+            metrics={**group.times(), "num_preemptions": sum(r.num_preemptions for r in group.requests)},
         )
 
     def collect(self, request_id: str) -> RequestOutput:
@@ -376,10 +457,19 @@ class Engine:
         self.abort(request_id)
         self._groups.pop(request_id, None)
 
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix; returns how many pages were forgotten. What runs goes on."""
+        return self.scheduler.page_allocator.forget_cached_pages()
+
     # Steps
 
     def has_work(self) -> bool:
         return self._failure is None and (self._pending is not None or self.scheduler.has_work())
+
+    @property
+    def is_alive(self) -> bool:
+        """False once a step has ended halfway."""
+        return self._failure is None
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -392,11 +482,23 @@ class Engine:
         donated to a program that may not have run. Later calls raise RuntimeError.
         """
         self._check_alive()
+        self._notify("step_begun")
         try:
             return self._step()
         except BaseException as error:
             self._failure = error
             raise
+        finally:
+            self._notify("step_ended")
+
+    def _notify(self, event: str, *args: Any) -> None:
+        """Tell the observers. A fault in one of them costs what it watches for, not the requests."""
+        for observer in self.observers:
+            try:
+                getattr(observer, event)(*args)
+            except Exception:
+                logger.exception("an observer has failed and is taken off the engine")
+                self.observers = tuple(other for other in self.observers if other is not observer)
 
     def _step(self) -> list[OutputDelta]:
         deltas: list[OutputDelta] = []
@@ -409,7 +511,12 @@ class Engine:
         pending = None
         if schedule is not None:
             self.clock.look()
-            pending = self.runner.dispatch(schedule)
+            dispatch_time_s = self.now()
+            for reset in schedule.resets:
+                if reset.request.first_scheduled_time_s is None:
+                    reset.request.first_scheduled_time_s = dispatch_time_s
+            pending = self.runner.dispatch(schedule, self._masks(schedule))
+            pending.dispatch_time_s = dispatch_time_s
             self.clock.dispatched(pending.output.tokens)
             self._count_pages()
             if not schedule.prefill:
@@ -428,6 +535,34 @@ class Engine:
         if self._pending is not None:
             self.clock.wait(self._pending.output.tokens)
 
+    def _completion(self, request: Request) -> _Completion:
+        return self._groups[request.request_id].completions[request.child_index]
+
+    def _masks(self, schedule: Schedule) -> list[tuple[int, np.ndarray]]:
+        """(slot, mask) of each slot that samples under a constraint in this step."""
+        if not self._num_constrained:
+            return []
+        sampling = [*schedule.decode, *((chunk.slot, chunk.request) for chunk in schedule.prefill if chunk.samples)]
+        constraints = [(slot, self._completion(request).constraint) for slot, request in sampling]
+        return [(slot, constraint.mask) for slot, constraint in constraints if constraint is not None]
+
+    def _advance_constraints(self, events: list[StepEvent]) -> None:
+        """Follow the new tokens, and find what may come next: the device runs the next step meanwhile."""
+        assert self._grammars is not None
+        unfinished = []
+        for event in events:
+            constraint = self._completion(event.request).constraint
+            if constraint is None or not event.new_token_ids or event.request.finish_reason is FinishReason.STOP:
+                continue
+            for token_id in event.new_token_ids:
+                constraint.accept(token_id)
+            if not event.request.is_finished:
+                unfinished.append(constraint)
+        self._grammars.find_masks(unfinished)
+        for constraint in unfinished:
+            if constraint.error is not None:
+                self._grammars.forget(constraint.grammar)
+
     def _count_pages(self) -> None:
         scheduler, counters = self.scheduler, self.counters
         unused = scheduler.num_unused_page_tokens
@@ -442,6 +577,9 @@ class Engine:
             return []
         self.clock.wait(self._pending.output.tokens)
         result = self._pending.read()
+        read_time_s = self.now()
+        started_time_s = max(self._pending.dispatch_time_s, self._last_read_time_s)
+        self._last_read_time_s = read_time_s
         self._pending = None
         tokens = result.tokens
         not_finite = self._record_prompt_logprobs(result)
@@ -451,7 +589,12 @@ class Engine:
                 if not chunk.samples and any(chunk.request is request for request in not_finite):
                     tokens[0, chunk.slot] = NOT_FINITE  # a chunk that samples says so itself
         events = self.scheduler.update(result.schedule, tokens)
-        return [self._advance(event, result) for event in events]
+        if self.observers:
+            record = step_record(result.schedule, events, read_time_s=read_time_s, started_time_s=started_time_s)
+            self._notify("step_read", record)
+        if self._num_constrained:
+            self._advance_constraints(events)
+        return [self._advance(event, result, read_time_s) for event in events]
 
     def _record_prompt_logprobs(self, result: StepResult) -> list[Request]:
         """Keep the step's prompt log-probs; returns the requests whose values were not finite."""
@@ -475,7 +618,7 @@ class Engine:
                 )
         return not_finite
 
-    def _advance(self, event: StepEvent, result: StepResult) -> OutputDelta:
+    def _advance(self, event: StepEvent, result: StepResult, now_s: float) -> OutputDelta:
         request = event.request
         group = self._groups[request.request_id]
         completion = group.completions[request.child_index]
@@ -492,16 +635,20 @@ class Engine:
                 if completion.detokenizer.stopped is not None:
                     self._stop_at_string(request, completion, len(output.token_ids) + len(new_ids))
                     break
+        if completion.constraint is not None and (completion.detokenizer is None or not completion.detokenizer.stopped):
+            self._stop_at_constraint(request, completion.constraint)
         output.token_ids += new_ids
-        if group.first_token_time_s is None and new_ids:
-            group.first_token_time_s = time.monotonic()
+        if new_ids:
+            request.last_token_time_s = now_s
+            if request.first_token_time_s is None:
+                request.first_token_time_s = now_s
         if output.logprobs is not None:
             output.logprobs += new_logprobs
             output.cumulative_logprob = sum(entry.logprob for entry in output.logprobs)
         self.counters.num_output_tokens += len(new_ids)
         logprobs = tuple(new_logprobs) if params.logprobs is not None else None
         if request.is_finished:
-            return self._finish_delta(group, completion, tuple(new_ids), text, logprobs)
+            return self._finish_delta(group, completion, tuple(new_ids), text, logprobs, now_s)
         output.text += text
         return OutputDelta(
             request_id=group.request_id,
@@ -522,6 +669,15 @@ class Engine:
             request.finish_reason, request.stop_reason, request.error = FinishReason.STOP, stopped, None
         del request.output_token_ids[num_output_tokens:]
 
+    def _stop_at_constraint(self, request: Request, constraint: Constraint) -> None:
+        if constraint.error is not None:
+            self.scheduler.finish(request, FinishReason.ERROR, error=constraint.error)
+        elif constraint.is_complete:
+            self.scheduler.finish(request, FinishReason.STOP)
+            if request.finish_reason is FinishReason.LENGTH:
+                # The last token that the limit lets through was also the last that could be.
+                request.finish_reason = FinishReason.STOP
+
     def _finish_delta(
         self,
         group: _Group,
@@ -529,8 +685,10 @@ class Engine:
         new_ids: tuple[int, ...],
         text: str,
         logprobs: tuple[TokenLogprob, ...] | None,
+        now_s: float,
     ) -> OutputDelta:
         request, output = completion.request, completion.output
+        request.finish_time_s = now_s
         if completion.detokenizer is not None:
             text += completion.detokenizer.finish()
         output.text += text
@@ -540,11 +698,12 @@ class Engine:
             request.error,
         )
         group.num_unfinished -= 1
-        if group.num_unfinished == 0:
-            group.finish_time_s = time.monotonic()
+        self._num_constrained -= completion.constraint is not None
         self.counters.num_finished[str(request.finish_reason)] += 1
         if output.index == 0:  # prompt tokens are counted once a request as well
             self.counters.num_cached_tokens += request.num_cached_tokens
+        if group.num_unfinished == 0 and self.observers:
+            self._notify("request_finished", request_record(group.requests))
         return OutputDelta(
             request_id=group.request_id,
             index=output.index,
@@ -624,9 +783,12 @@ def build_engine(
     mesh_config: MeshConfig,
     *,
     progress: Progress | None = None,
+    render_limits: RenderLimits | None = None,
+    now: Callable[[], float] = time.monotonic,
 ) -> Engine:
     """Open a model, lay it out on the mesh, compile everything, and return an engine that is ready to serve.
 
+    now: the clock of every time that the engine reports, in seconds.
     Raises ConfigError or CheckpointError where it cannot be served.
     """
     if not isinstance(source, ModelSource):
@@ -652,7 +814,9 @@ def build_engine(
         tokenizer,
         device_bytes=device_bytes,
         generation_config=source.generation_config,
+        render_limits=render_limits,
         progress=progress,
+        now=now,
     )
 
 

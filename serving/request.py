@@ -7,9 +7,12 @@ checks the rest against the model's vocabulary and context, and is the one door 
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args
+
+from serving.operations.trace_context import TraceContext
 
 MAX_N = 128  # completions of one prompt
 MAX_LOGPROBS = 20
@@ -19,6 +22,11 @@ MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 1024
 MAX_TOKEN_LIST = 65536  # allowed or banned token ids of one request
 MAX_SEED = 2**64 - 1
+MAX_TENANT_CHARS = 64
+DEFAULT_TENANT = "default"
+MAX_STRUCTURED_CHARS = 2**18  # of a schema as JSON, a pattern, a grammar, or all choices together
+MAX_STRUCTURED_DEPTH = 64  # arrays and objects inside one another in a JSON schema
+MAX_CHOICES = 4096
 MIN_TEMPERATURE = 1e-5  # below it logits over temperature lose all but the best token: greedy
 
 
@@ -89,6 +97,143 @@ class FrozenDict(dict[int, float]):
         return type(self), (dict(self),)
 
 
+StructuredKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutput:
+    """What an output must match. Checks form, size and depth here; `Engine.check` compiles it. Raises RequestError.
+
+    kind and value: "json_schema", a schema as an object, a boolean or their JSON text; "json_object", None (any JSON
+    object); "regex", a pattern in the syntax of Rust's regex crate that the whole output matches (\\d: ASCII digits);
+    "choice", a list of texts; "grammar", a Lark (as llguidance extends it) or GBNF grammar. `value` is kept as text: JSON for a schema and for
+    choices, in the order given, which for properties is the order of the output.
+    """
+
+    kind: StructuredKind
+    value: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, str) or self.kind not in get_args(StructuredKind):
+            known = ", ".join(get_args(StructuredKind))
+            raise RequestError("structured.kind", f"must be one of {known}, got {shown(self.kind)}")
+        field, value = f"structured.{self.kind}", self.value
+        if self.kind == "json_schema":
+            value = _json_value(field, value)
+            if not isinstance(value, dict | bool):
+                raise RequestError(field, f"must be an object or a boolean, got {shown(value)}")
+            value = json.dumps(value, separators=(",", ":"))
+        elif self.kind == "json_object":
+            if value is not None and value != "":
+                raise RequestError(field, f"takes no value, got {shown(value)}")
+            value = ""
+        elif self.kind == "choice":
+            value = _choices(field, value)
+        elif not isinstance(value, str) or not value:
+            raise RequestError(field, f"must be a text that is not empty, got {shown(value)}")
+        else:
+            _check_text(field, value)
+        if len(value) > MAX_STRUCTURED_CHARS:
+            raise RequestError(field, f"has {len(value)} characters; at most {MAX_STRUCTURED_CHARS} are accepted")
+        object.__setattr__(self, "value", value)
+
+    @classmethod
+    def from_fields(cls, fields: object) -> StructuredOutput:
+        """From an object {"kind": ..., "value": ...} out of JSON."""
+        if not isinstance(fields, Mapping) or not {"kind"} <= set(fields) <= {"kind", "value"}:
+            raise RequestError("structured", f'must be an object of "kind" and "value", got {shown(fields)}')
+        return cls(**fields)
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> StructuredOutput:
+        """JSON that a schema (JSON Schema, draft 2020-12 or older) accepts."""
+        return cls(kind="json_schema", value=schema)
+
+    @classmethod
+    def json_object(cls) -> StructuredOutput:
+        """Any JSON object."""
+        return cls(kind="json_object")
+
+    @classmethod
+    def regex(cls, pattern: str) -> StructuredOutput:
+        """A text that the pattern matches from its first to its last character."""
+        return cls(kind="regex", value=pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> StructuredOutput:
+        """One of these texts."""
+        return cls(kind="choice", value=choices)
+
+    @classmethod
+    def grammar(cls, text: str) -> StructuredOutput:
+        """A text that a context-free grammar accepts."""
+        return cls(kind="grammar", value=text)
+
+
+def _check_text(field: str, text: str) -> None:
+    if len(text) > MAX_STRUCTURED_CHARS:
+        raise RequestError(field, f"has {len(text)} characters; at most {MAX_STRUCTURED_CHARS} are accepted")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(field, f"holds half of a surrogate pair, which no output has: {shown(text)}") from None
+
+
+def _choices(field: str, value: object) -> str:
+    if isinstance(value, str):
+        value = _json_value(field, value)
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise RequestError(field, f"must be a list of texts that is not empty, got {shown(value)}")
+    if len(value) > MAX_CHOICES:
+        raise RequestError(field, f"has {len(value)} entries; at most {MAX_CHOICES} are accepted")
+    for i, text in enumerate(value):
+        if not isinstance(text, str):
+            raise RequestError(f"{field}[{i}]", f"must be a text, got {shown(text)}")
+        _check_text(f"{field}[{i}]", text)
+    return json.dumps(list(value), separators=(",", ":"))
+
+
+def _json_value(field: str, value: object) -> Any:
+    """A JSON value from its text or from Python objects, checked for types and depth."""
+    if isinstance(value, str):
+        _check_text(field, value)
+        try:
+            value = json.loads(value, object_pairs_hook=_unique_keys)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(field, f"is not JSON: {error}") from None
+    return _plain_json(field, value, MAX_STRUCTURED_DEPTH)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a key is given twice")
+    return fields
+
+
+def _plain_json(field: str, value: object, depth: int) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        _check_text(field, value)
+        return str.__str__(value)
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return int(value)
+    if isinstance(value, float) and abs(value) < float("inf"):
+        return float(value)
+    if isinstance(value, Mapping | list | tuple) and not depth:
+        raise RequestError(field, f"is nested more than {MAX_STRUCTURED_DEPTH} deep")
+    if isinstance(value, list | tuple):
+        return [_plain_json(field, item, depth - 1) for item in value]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise RequestError(field, f"has the key {shown(key)}, which is no text")
+            _check_text(field, key)
+        return {str.__str__(key): _plain_json(field, item, depth - 1) for key, item in value.items()}
+    raise RequestError(field, f"holds {shown(value)}, which JSON of 64-bit numbers cannot")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens. Immutable; raises RequestError on any value out of range.
@@ -96,6 +241,10 @@ class SamplingParams:
     temperature under 1e-5 is greedy. top_k 0 or -1 is off. Repetition penalty counts prompt and output, presence and
     frequency penalties count output only. max_tokens None means up to the context limit. `logprobs` N returns
     the chosen token's and the N best log-probs of the raw distribution at temperature 1 (0: the chosen only).
+
+    structured ends the completion (FinishReason.STOP) with the token after which nothing more can follow, before
+    min_tokens too; where the output may end or go on, the model's end-of-sequence token says so, which ignore_eos and
+    min_tokens hold back. Other limits and stops end it where they fall, whole or not.
     """
 
     n: int = 1  # completions of the prompt
@@ -119,6 +268,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None  # only these are sampled
     banned_token_ids: tuple[int, ...] = ()  # these are never sampled
     skip_special_tokens: bool = True  # leave control tokens out of the text
+    structured: StructuredOutput | None = None  # what the output must match
 
     def __post_init__(self) -> None:
         _int("n", self.n, 1, MAX_N)
@@ -174,6 +324,8 @@ class SamplingParams:
             if not set(allowed) - set(self.banned_token_ids):
                 raise RequestError("allowed_token_ids", "are all banned by banned_token_ids")
             object.__setattr__(self, "allowed_token_ids", allowed)
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise RequestError("structured", f"must be a StructuredOutput, got {shown(self.structured)}")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, f"must be true or false, got {shown(getattr(self, name))}")
@@ -191,6 +343,23 @@ class SamplingParams:
         return bool(self.logit_bias) or self.allowed_token_ids is not None or bool(self.banned_token_ids)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestContext:
+    """Who asks and within what, for metrics, logs and traces; it alters no token. Raises RequestError."""
+
+    tenant: str = DEFAULT_TENANT  # whom tokens and cost are counted for
+    operation: Literal["chat", "text_completion"] = "text_completion"
+    trace: TraceContext | None = None  # the caller's span
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tenant, str) or not 1 <= len(self.tenant) <= MAX_TENANT_CHARS:
+            raise RequestError(
+                "tenant", f"must be a name of 1 to {MAX_TENANT_CHARS} characters, got {shown(self.tenant)}"
+            )
+        if not self.tenant.isascii() or not self.tenant.isprintable():
+            raise RequestError("tenant", f"must be of printable ASCII characters, got {shown(self.tenant)}")
+
+
 @dataclass(kw_only=True)
 class Request:
     """One sequence to complete, on the host. The scheduler owns it from `add` until it is finished.
@@ -206,7 +375,7 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()  # params.stop_token_ids plus the model's eos unless ignore_eos
     child_index: int = 0  # which of params.n
     seed: int = 0  # 64-bit; mixed with child_index on the host, with the position on the device
-    arrival_time_s: float = 0.0
+    context: RequestContext = RequestContext()
     cache_salt: bytes = b""  # requests of different salts never share pages through the prefix cache
 
     status: RequestStatus = RequestStatus.WAITING
@@ -218,6 +387,13 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id or string that stopped it
     error: str | None = None
+
+    # Of the engine's clock, in this order; None: not yet, or never. A token's time is that of reading its step.
+    arrival_time_s: float = 0.0
+    first_scheduled_time_s: float | None = None  # the first time it was given a slot
+    first_token_time_s: float | None = None
+    last_token_time_s: float | None = None
+    finish_time_s: float | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -234,6 +410,11 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether a token can be sampled only once the one before it is known on the host."""
+        return self.params.structured is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,6 +73,10 @@ def check_params(params: SamplingParams, model: ModelConfig, *, max_logprobs: in
             raise RequestError(name, f"{value} is above this engine's max_logprobs={max_logprobs}")
     if params.stop and not has_tokenizer:
         raise RequestError("stop", f"{params.stop[0]!r} needs a tokenizer, and this model has none")
+    if params.structured is not None and not has_tokenizer:
+        raise RequestError("structured", "needs a tokenizer, and this model has none")
+    if params.structured is not None and params.max_tokens == 0:
+        raise RequestError("structured", "is for an output, and max_tokens=0 asks for none")
 
 
 def check_tokens_left(params: SamplingParams, stop_token_ids: Collection[int], vocab_size: int) -> None:

@@ -25,7 +25,9 @@ DISTRIBUTIONS = {
     "absl": "absl-py",
     "gin": "gin-config",
     "grpc": "grpcio",
+    "opentelemetry": "opentelemetry-api",
     "orbax": "orbax-checkpoint",
+    "prometheus_client": "prometheus-client",
 }
 
 

@@ -5,23 +5,32 @@ Bytes and bandwidth are of one device; FLOPs and FLOP/s are of all devices toget
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
+
+if TYPE_CHECKING:
+    from serving.engine import Engine
+
+# Consecutive queries of several sequences: of each, the keys that its first query sees, and how many they are.
+type Rows = tuple[Sequence[int], Sequence[int]]
 
 
-def keys_seen(first: int, num_queries: int, window: int | None) -> int:
+def keys_seen(first: ArrayLike, num_queries: ArrayLike, window: int | None) -> int:
     """Keys that consecutive queries of a sequence attend to, summed; the first sees `first` keys, each next one more.
 
-    A sliding window bounds what a query sees, itself included.
+    Of several sequences, int [R] each, the sum over all. A sliding window bounds what a query sees, itself included.
     """
-    last = first + num_queries - 1
-    if window is None or last <= window:
-        return (first + last) * num_queries // 2
-    num_growing = max(window - first + 1, 0)  # queries that see less than the window, or just it
-    return (first + window) * num_growing // 2 + (num_queries - num_growing) * window
+    first, num_queries = np.asarray(first, np.int64), np.asarray(num_queries, np.int64)
+    if window is None:
+        return int(((2 * first + num_queries - 1) * num_queries // 2).sum())
+    num_growing = np.clip(window - first + 1, 0, num_queries)  # queries that see less than the window, or just it
+    growing = (2 * first + num_growing - 1) * num_growing // 2
+    return int((growing + (num_queries - num_growing) * window).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +51,25 @@ class ModelCost:
     num_heads: int
     head_dim: int
 
-    def keys(self, first: int, num_queries: int) -> int:
+    def keys(self, first: ArrayLike, num_queries: ArrayLike) -> int:
         """`keys_seen` summed over the layers."""
-        return sum(keys_seen(first, num_queries, window) for window in self.windows)
+        return sum(
+            num_layers * keys_seen(first, num_queries, window) for window, num_layers in Counter(self.windows).items()
+        )
+
+    def passes(
+        self, decode_rows: Rows, prefill_rows: Rows, *, num_sampled: int, num_passes: int
+    ) -> tuple[float, float]:
+        """(bytes read, FLOPs) of forward passes over rows of decoding sequences and of prompt chunks.
+
+        num_sampled: tokens whose logits were taken. Bytes: the weights once a pass, and the live KV of each decoded
+        token. Keys that a prompt's later chunks read again are left out: how often depends on the kernel.
+        """
+        decode_keys = self.keys(*decode_rows)
+        num_tokens = sum(decode_rows[1]) + sum(prefill_rows[1])
+        flops = 2.0 * (num_tokens * self.layer_params + num_sampled * self.head_params)
+        flops += self.attention_flops(decode_keys + self.keys(*prefill_rows))
+        return num_passes * self.weight_bytes + self.kv_token_bytes * decode_keys, flops
 
     def attention_flops(self, num_keys: float) -> float:
         return 4 * self.head_dim * self.num_heads * num_keys
@@ -54,24 +79,43 @@ class ModelCost:
 
         Step i of 1, 2, ... sees context + i keys. The first output token comes from prefill and is not among them.
         """
-        num_keys = batch * self.keys(context + 1, num_steps) / num_steps
-        flops = 2 * batch * (self.layer_params + self.head_params) + self.attention_flops(num_keys)
-        return self.weight_bytes + num_keys * self.kv_token_bytes, flops
+        num_bytes, flops = self.passes(
+            ([context + 1] * batch, [num_steps] * batch),
+            ((), ()),
+            num_sampled=batch * num_steps,
+            num_passes=num_steps,
+        )
+        return num_bytes / num_steps, flops / num_steps
 
     def generate(self, lengths: Sequence[tuple[int, int]], num_passes: int) -> tuple[float, float]:
-        """(bytes, FLOPs) of requests of (input, output) tokens that ran in `num_passes` forward passes.
+        """(bytes, FLOPs) of requests of (input, output) tokens that ran in `num_passes` forward passes."""
+        return self.passes(
+            ([i + 1 for i, _ in lengths], [o - 1 for _, o in lengths]),  # the last token is not run
+            ([1] * len(lengths), [i for i, _ in lengths]),
+            num_sampled=sum(num_output for _, num_output in lengths),
+            num_passes=num_passes,
+        )
 
-        Bytes: the weights once a pass, and the live KV of each decode step. Keys that a prompt's later chunks read
-        again are left out: how often depends on the kernel.
-        """
-        num_bytes = float(num_passes * self.weight_bytes)
-        flops = 0.0
-        for num_input, num_output in lengths:
-            num_computed = num_input + num_output - 1  # the last token is not run
-            num_bytes += self.kv_token_bytes * self.keys(num_input + 1, num_output - 1)
-            flops += 2 * (num_computed * self.layer_params + num_output * self.head_params)
-            flops += self.attention_flops(self.keys(1, num_computed))
-        return num_bytes, flops
+
+def model_cost(engine: Engine) -> ModelCost:
+    """What the engine's arrays cost to read and use, from the arrays as they lie on its devices."""
+    model, params, ledger = engine.model_config, engine.runner.params, engine.runner.ledger
+    head = "embed/weight" if model.tie_word_embeddings else "lm_head/weight"
+    return ModelCost(
+        weight_bytes=sum(
+            array.addressable_shards[0].data.nbytes
+            for path, array in params.items()
+            if path != "embed/weight" or path == head
+        ),
+        kv_token_bytes=ledger.kv_token_bytes / model.num_layers,
+        windows=tuple(
+            model.sliding_window if layer_type == "sliding_attention" else None for layer_type in model.layer_types
+        ),
+        layer_params=sum(array.size for path, array in params.items() if path.endswith("/kernel")),
+        head_params=params[head].size,
+        num_heads=model.num_heads,
+        head_dim=model.head_dim,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from configs.checks import ConfigError
 from serving.bench import cases, device_trace
 from serving.bench.cases import Case, Prompt
 from serving.bench.ceilings import measure_ceilings
-from serving.bench.figures import Ceilings, ModelCost, percentiles
+from serving.bench.figures import Ceilings, model_cost, percentiles
 from serving.engine import Engine
 from serving.execution.step_clock import StepTimes
 from serving.request import RequestOutput, SamplingParams
@@ -99,27 +99,6 @@ class Run:
             for o in self.outputs
             if len(o.outputs[0].token_ids) > 1
         ]
-
-
-def model_cost(engine: Engine) -> ModelCost:
-    """What the engine's arrays cost to read and use, from the arrays as they lie on its devices."""
-    model, params, ledger = engine.model_config, engine.runner.params, engine.runner.ledger
-    head = "embed/weight" if model.tie_word_embeddings else "lm_head/weight"
-    return ModelCost(
-        weight_bytes=sum(
-            array.addressable_shards[0].data.nbytes
-            for path, array in params.items()
-            if path != "embed/weight" or path == head
-        ),
-        kv_token_bytes=ledger.kv_token_bytes / model.num_layers,
-        windows=tuple(
-            model.sliding_window if layer_type == "sliding_attention" else None for layer_type in model.layer_types
-        ),
-        layer_params=sum(array.size for path, array in params.items() if path.endswith("/kernel")),
-        head_params=params[head].size,
-        num_heads=model.num_heads,
-        head_dim=model.head_dim,
-    )
 
 
 class Bench:

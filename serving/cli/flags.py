@@ -9,11 +9,14 @@ import argparse
 import collections.abc
 import dataclasses
 import inspect
+import json
 import re
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal
+
+from serving.request import RequestError, StructuredOutput
 
 
 def add_dataclass_flags(
@@ -80,6 +83,8 @@ def _metavar(hint: Any) -> str:
         return "INT,INT,..."
     if typing.get_origin(inner) is collections.abc.Mapping:
         return "ID:NUMBER,..."
+    if inner is StructuredOutput:
+        return '{"kind":...,"value":...}'
     return {bool: "true|false", tuple[str, ...]: "TEXT", str: "TEXT"}.get(inner, getattr(inner, "__name__", "").upper())
 
 
@@ -100,6 +105,8 @@ def _parser_of(hint: Any) -> Any:
             return None
         try:
             return _parse(text, inner)
+        except RequestError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
         except (ValueError, KeyError):
             raise argparse.ArgumentTypeError(f"must be {_metavar(inner)}, got {text!r}") from None
 
@@ -115,6 +122,8 @@ def _parse(text: str, hint: Any) -> Any:
         return text  # the dataclass says which are known
     if hint == tuple[int, ...]:
         return tuple(int(part) for part in text.split(",")) if text else ()
+    if hint is StructuredOutput:
+        return StructuredOutput.from_fields(json.loads(text))
     assert typing.get_origin(hint) is collections.abc.Mapping, f"no flag syntax for {hint}"
     pairs = [part.split(":") for part in text.split(",")]
     values = {int(key): float(value) for key, value in pairs}

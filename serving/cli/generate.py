@@ -17,7 +17,15 @@ from typing import Any, TextIO
 from serving.cli.flags import given_fields
 from serving.cli.parser import UsageError
 from serving.cli.prompts import PromptLine, read_prompts, single_prompt
-from serving.request import CompletionOutput, FinishReason, RequestError, RequestOutput, SamplingParams, TokenLogprob
+from serving.request import (
+    CompletionOutput,
+    FinishReason,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutput,
+    TokenLogprob,
+)
 
 
 def run_generate(args: argparse.Namespace, make_llm: Callable[[], Any]) -> int:
@@ -27,6 +35,10 @@ def run_generate(args: argparse.Namespace, make_llm: Callable[[], Any]) -> int:
     checked. Raises UsageError, RequestError or OSError before anything runs.
     """
     sampling = given_fields(args, SamplingParams)
+    if args.json_schema is not None:
+        if "structured" in sampling:
+            raise UsageError("--json_schema contradicts --structured: give one of them")
+        sampling["structured"] = _read_schema(args.json_schema)
     if args.prompts_file is not None:
         lines = read_prompts(args.prompts_file, sampling)
     elif args.prompt is not None:
@@ -50,6 +62,13 @@ def run_generate(args: argparse.Namespace, make_llm: Callable[[], Any]) -> int:
             f"headrace: error: {len(failed)} of {len(lines)} prompts failed: {', '.join(failed[:8])}", file=sys.stderr
         )
     return 1 if failed else 0
+
+
+def _read_schema(path: Path) -> StructuredOutput:
+    try:
+        return StructuredOutput.json_schema(path.read_text(encoding="utf-8"))
+    except (RequestError, UnicodeDecodeError) as error:
+        raise RequestError(str(path), str(error)) from None
 
 
 def complete(llm: Any, lines: Sequence[PromptLine], *, use_tqdm: bool) -> list[RequestOutput]:

@@ -16,7 +16,9 @@ from absl.flags import argparse_flags
 
 from configs.engine import DTYPES, EngineConfig, MeshConfig
 from configs.load import load_configs
+from configs.operations import OperationsConfig
 from configs.run import Configs, RunConfig
+from configs.server import ServerConfig
 from serving import bench
 from serving.cli.flags import add_dataclass_flags, given_fields
 from serving.request import SamplingParams
@@ -25,6 +27,7 @@ from serving.request import SamplingParams
 FLAG_NAMES = {
     MeshConfig: {"data": "data_parallel_size", "tensor": "tensor_parallel_size", "expert": "expert_parallel_size"},
     EngineConfig: {"seed": "engine_seed"},
+    ServerConfig: {"api_keys": "api_key", "api_key_tenants": "api_key_tenant"},
 }
 
 
@@ -37,7 +40,7 @@ class _Parser(argparse_flags.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-def _version() -> str:
+def version() -> str:
     try:
         return metadata.version("headrace")
     except metadata.PackageNotFoundError:  # run from a checkout that is not installed
@@ -48,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; the namespace's `command` says which one was given."""
     # absl flags that some imported library defined give way to ours
     parser = _Parser(prog="headrace", description=_DESCRIPTION, allow_abbrev=False, conflict_handler="resolve")
-    parser.add_argument("--version", action="version", version=f"headrace {_version()}")
+    parser.add_argument("--version", action="version", version=f"headrace {version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(name: str, summary: str, **options: Any) -> argparse.ArgumentParser:
@@ -65,11 +68,20 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--output", type=Path, metavar="OUT.jsonl", help="an output a line; without it, to the screen"
     )
+    generate.add_argument(
+        "--json_schema", type=Path, metavar="F.json", help="every output is JSON that this schema accepts"
+    )
     generate.add_argument("--print_stats", action="store_true", help="print the engine's counters at the end")
     add_engine_flags(generate)
     add_dataclass_flags(
         generate, SamplingParams, description="what is not given comes from the model's generation_config.json"
     )
+
+    serve = command("serve", "answer clients over HTTP until SIGTERM", epilog=_SERVE_EPILOG)
+    serve.add_argument("--dry_run", action="store_true", help="check configs and model files, say what is needed, stop")
+    add_engine_flags(serve)
+    add_dataclass_flags(serve, ServerConfig, names=FLAG_NAMES[ServerConfig])
+    add_dataclass_flags(serve, OperationsConfig)
 
     bench_command = command("bench", "measure decode, prefill, mixed work or batching; one JSON object a figure")
     bench.add_arguments(bench_command)
@@ -119,7 +131,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 def configs_from(args: argparse.Namespace) -> Configs:
     """The configs of an engine command. Raises ConfigError."""
-    classes = (RunConfig, EngineConfig, MeshConfig)
+    classes = (RunConfig, EngineConfig, MeshConfig, ServerConfig, OperationsConfig)
     overrides = {cls.__name__: given_fields(args, cls) for cls in classes}
     return load_configs(args.gin_file, args.gin_bindings, args.gin_search_paths, overrides)
 
@@ -141,5 +153,7 @@ _GENERATE_EPILOG = """Each line of --prompts_file is a JSON object with one of "
 "messages" (a chat), and any SamplingParams field by name, which wins over the flag. Each line of --output has
 prompt_token_ids, token_ids, text, finish_reason and logprobs, in the order of the prompts. A bad line is refused
 before anything runs."""
+_SERVE_EPILOG = """Needs the extra serve. Health checks are answered from the start, requests once one line says that
+the model is ready. SIGTERM and SIGINT let running requests end for drain_grace_s; a second one ends them."""
 _COMPILE_EPILOG = """Needs the extra aot (h200) or aot-tpu. Weights are not read. An engine uses the executables where
 its versions, XLA flags, model, configs and device are those they were compiled for, and says what differs where not."""

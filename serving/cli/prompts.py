@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serving.request import RequestError, SamplingParams
+from serving.request import RequestError, SamplingParams, StructuredOutput
 
 SOURCES = ("prompt", "prompt_token_ids", "messages")
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
@@ -95,6 +95,8 @@ def _prompt_line(fields: dict[str, Any], sampling: dict[str, Any], *, where: str
         _check_source(source, fields[source])
         if isinstance(own.get("logit_bias"), dict):  # JSON keys are strings
             own["logit_bias"] = _bias_by_id(own["logit_bias"])
+        if own.get("structured") is not None:
+            own["structured"] = StructuredOutput.from_fields(own["structured"])
         SamplingParams(**{**sampling, **own})
     except RequestError as error:
         raise RequestError(where, str(error)) from None

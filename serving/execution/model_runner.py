@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from layers import decoder
 from serving.execution import executables, memory, programs, slot_table
 from serving.execution.program_plan import (
     MOVE_SLOTS_BATCH,
+    SET_MASKS_BATCH,
     ZERO_PAGES_BATCH,
     AbstractState,
     compile_programs,
@@ -66,6 +67,7 @@ class PendingStep:
     output: programs.StepOutput
     with_logprobs: bool
     scores: list[PromptScores] = field(default_factory=list)
+    dispatch_time_s: float = 0.0  # of the engine's clock
 
     def read(self) -> StepResult:
         """Wait for the step and copy what was asked for to the host."""
@@ -257,12 +259,16 @@ class ModelRunner:
 
     # One step
 
-    def dispatch(self, schedule: Schedule) -> PendingStep:
-        """Send a step to the device and return at once; results are read later, one step behind."""
-        with self._guard:
-            return self._dispatch(schedule)
+    def dispatch(self, schedule: Schedule, masks: Sequence[tuple[int, np.ndarray]] = ()) -> PendingStep:
+        """Send a step to the device and return at once; results are read later, one step behind.
 
-    def _dispatch(self, schedule: Schedule) -> PendingStep:
+        masks: (slot, [W] int32), the tokens that a slot may sample, a bit each, lowest first; those beyond W words are
+        none. They stay until the slot's next mask or request.
+        """
+        with self._guard:
+            return self._dispatch(schedule, masks)
+
+    def _dispatch(self, schedule: Schedule, masks: Sequence[tuple[int, np.ndarray]] = ()) -> PendingStep:
         for first in range(0, len(schedule.zero_pages), ZERO_PAGES_BATCH):
             batch = np.full(ZERO_PAGES_BATCH, NULL_PAGE, np.int32)
             pages = schedule.zero_pages[first : first + ZERO_PAGES_BATCH]
@@ -279,6 +285,12 @@ class ModelRunner:
             if slot_table.uses_vocab(reset.request.params):
                 rows = slot_table.vocab_rows(reset.request, self._padded_vocab)
                 self._table = self._program("set vocabulary rows")(self._table, np.int32(reset.slot), *rows)
+        for first in range(0, len(masks), SET_MASKS_BATCH):
+            slots = np.full(SET_MASKS_BATCH, self.config.max_num_seqs, np.int32)
+            words = np.zeros((SET_MASKS_BATCH, -(-self._padded_vocab // 32)), np.int32)
+            for place, (slot, mask) in enumerate(masks[first : first + SET_MASKS_BATCH]):
+                slots[place], words[place, : mask.size] = slot, mask
+            self._table = self._program("set masks")(self._table, slots, words)
         scores: list[PromptScores] = []
         if schedule.prefill:
             output, hidden, starts = self._prefill(schedule)

@@ -30,6 +30,7 @@ from sharding.placement import named_sharding, padded_vocab_size
 
 ZERO_PAGES_BATCH = 16  # pages zeroed in one call
 MOVE_SLOTS_BATCH = 16  # slots moved in one call
+SET_MASKS_BATCH = 16  # masks set in one call
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,10 @@ def plan_programs(model: ModelConfig, config: EngineConfig, mesh: Mesh, state: A
             abstract(vocab),
             abstract(vocab, dtype=jnp.bool_),
         ),
+    )
+    plan["set masks"] = Program(
+        jax.jit(slot_table.set_masks, donate_argnames="table"),
+        (table, abstract(SET_MASKS_BATCH), abstract(SET_MASKS_BATCH, table.sampling.masks.shape[1])),
     )
     plan["zero pages"] = Program(jax.jit(zero_pages, donate_argnames="kv_cache"), (cache, abstract(ZERO_PAGES_BATCH)))
     return plan

@@ -78,6 +78,7 @@ def make_slot_table(num_slots: int, max_pages: int, padded_vocab_size: int) -> S
             stop_ids=zeros(NUM_STOP_IDS) - 1,
             min_positions=zeros(),
             uses_vocab=zeros(dtype=bool),
+            masks=zeros(-(-padded_vocab_size // 32)) - 1,
             bias=zeros(padded_vocab_size, dtype=jnp.float32),
             output_counts=zeros(padded_vocab_size),
             prompt_seen=zeros(padded_vocab_size, dtype=bool),
@@ -96,8 +97,8 @@ def request_key(request: Request) -> tuple[int, int]:
 
 
 def uses_vocab(params: SamplingParams) -> bool:
-    """Whether a request needs its dense rows over the vocabulary (bias, counts, seen)."""
-    return params.uses_penalties or params.uses_bias
+    """Whether a request needs its dense rows over the vocabulary (masks, bias, counts, seen)."""
+    return params.uses_penalties or params.uses_bias or params.structured is not None
 
 
 def pack_reset_size(max_pages: int) -> int:
@@ -191,17 +192,24 @@ def vocab_rows(request: Request, padded_vocab_size: int) -> tuple[np.ndarray, np
 
 
 def set_vocab_rows(table: SlotTable, slot: Array, bias: Array, counts: Array, seen: Array) -> SlotTable:
-    """Write one slot's dense rows (see `vocab_rows`)."""
+    """Write one slot's dense rows (see `vocab_rows`), with a mask that lets every token through."""
     s = table.sampling
     return replace(
         table,
         sampling=replace(
             s,
+            masks=s.masks.at[slot].set(-1),
             bias=s.bias.at[slot].set(bias),
             output_counts=s.output_counts.at[slot].set(counts),
             prompt_seen=s.prompt_seen.at[slot].set(seen),
         ),
     )
+
+
+def set_masks(table: SlotTable, slots: Array, masks: Array) -> SlotTable:
+    """Write the masks [B, ceil(V / 32)] int32 of slots [B] int32, none twice; one past the table: no slot."""
+    s = table.sampling
+    return replace(table, sampling=replace(s, masks=s.masks.at[slots].set(masks, mode="drop")))
 
 
 def accept_tokens(table: SlotTable, tokens: Array, input_positions: Array, sampled: Array) -> SlotTable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -34,10 +35,11 @@ class StepClock:
     both bounds are 0. Gaps between the kernels of one step are not in it: only a trace of the device shows those.
     On CPU a dispatch may run the step itself, which then counts as the host's time.
 
-    A `result` is an array on the device (jax.Array, whose declared type has no `is_ready`).
+    A `result` is an array on the device (jax.Array, whose declared type has no `is_ready`). `now` gives seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] | None = None) -> None:
+        self._now = now or time.perf_counter
         self._host_s = self._wait_s = self._span_s = self._idle_min_s = self._idle_max_s = 0.0
         self._step_s = self._step_wait_s = 0.0
         self._newest: Any = None  # result of the step dispatched last, while work goes on
@@ -50,12 +52,12 @@ class StepClock:
         return StepTimes(self._host_s, self._wait_s, self._span_s, self._idle_min_s, self._idle_max_s)
 
     def begin_step(self) -> None:
-        self._step_s, self._step_wait_s = time.perf_counter(), self._wait_s
+        self._step_s, self._step_wait_s = self._now(), self._wait_s
         self.look()
 
     def look(self) -> None:
         """See whether the newest step has ended; called just before a dispatch as well."""
-        self._looked_s = now_s = time.perf_counter()
+        self._looked_s = now_s = self._now()
         if self._newest is None or self._seen_idle_s is not None:
             return
         if self._newest.is_ready():
@@ -65,7 +67,7 @@ class StepClock:
 
     def dispatched(self, result: Any) -> None:
         """A step was dispatched since the last look; `result` is ready when it has run."""
-        before_s, now_s = self._looked_s, time.perf_counter()
+        before_s, now_s = self._looked_s, self._now()
         if self._newest is not None:
             self._span_s += now_s - self._dispatched_s
             if self._seen_idle_s is not None:
@@ -78,10 +80,10 @@ class StepClock:
 
     def wait(self, result: Any) -> None:
         """Wait for a dispatched step's result."""
-        started_s = time.perf_counter()
+        started_s = self._now()
         was_ready = result.is_ready()
         result.block_until_ready()
-        ended_s = time.perf_counter()
+        ended_s = self._now()
         self._wait_s += ended_s - started_s
         if result is self._newest and self._seen_idle_s is None:
             if was_ready:

@@ -8,6 +8,7 @@ evictable    ref_count 0, in the prefix cache: still found by a prefix hit, take
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -35,6 +36,10 @@ class PageAllocator:
         return len(self._free) + len(self._evictable)
 
     @property
+    def num_evictable_pages(self) -> int:
+        return len(self._evictable)
+
+    @property
     def num_quarantined_pages(self) -> int:
         return len(self._quarantine)
 
@@ -46,6 +51,23 @@ class PageAllocator:
     @property
     def num_held_pages(self) -> int:
         return self.num_pages - 1 - self.num_free_pages - self.num_quarantined_pages
+
+    def occupancy(self, max_cells: int) -> list[tuple[float, float]]:
+        """(share of pages in use, share cached and free to take) of at most `max_cells` equal runs of pages in order.
+
+        For a picture: any thread may ask, and while a step is decided the counts may be a step apart.
+        """
+        ref_counts = list(self._ref_counts)
+        cached = bytearray(self.num_pages)
+        for page_id in list(self._evictable):
+            cached[page_id] = 1
+        num_pages = self.num_pages - 1
+        num_cells = min(max_cells, num_pages)
+        bounds = [1 + num_pages * cell // num_cells for cell in range(num_cells + 1)]
+        return [
+            (sum(count > 0 for count in ref_counts[a:b]) / (b - a), sum(cached[a:b]) / (b - a))
+            for a, b in itertools.pairwise(bounds)
+        ]
 
     def ref_count(self, page_id: int) -> int:
         return self._ref_counts[page_id]
@@ -97,6 +119,15 @@ class PageAllocator:
                     self._quarantine[page_id] = after_step
                 else:
                     self._release(page_id)
+
+    def forget_cached_pages(self) -> int:
+        """Empty the prefix cache; returns how many pages it had. Pages that nobody holds are free then."""
+        if self._prefix_cache is None:
+            return 0
+        num_pages = self._prefix_cache.clear()
+        self._free += reversed(self._evictable)
+        self._evictable.clear()
+        return num_pages
 
     def step_completed(self, step_id: int) -> None:
         """No step up to `step_id` writes any more: release what waited for that."""

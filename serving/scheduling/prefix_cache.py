@@ -130,6 +130,13 @@ class PrefixCache:
             page.is_live = False
             page.parent = b""  # children may outlive it: they must not keep its ancestors alive
 
+    def clear(self) -> int:
+        """Forget every page; returns how many there were."""
+        page_ids = list(self._by_page)
+        for page_id in page_ids:
+            self.remove(page_id)
+        return len(page_ids)
+
     def check_integrity(self) -> None:
         """Raise AssertionError where the two maps disagree."""
         assert len(self._by_hash) == len(self._by_page)

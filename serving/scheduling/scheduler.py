@@ -158,6 +158,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens, prompt and output, that waiting requests have: what is to be computed less prefix hits."""
+        return sum(s.request.num_tokens for s in list(self._waiting))  # a copy: other threads may ask
+
+    @property
     def num_unused_page_tokens(self) -> int:
         """Tokens that the pages of running requests could hold beyond those they have: the waste of paging."""
         page_size = self.config.page_size
@@ -217,12 +222,19 @@ class Scheduler:
             self._finish(sequence, FinishReason.ABORT)
         return [sequence.request for sequence in sequences]
 
-    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        *,
+        error: str | None = None,
+    ) -> bool:
         """End one request early, as for a stop string. False: it was finished already and stays as it is."""
         sequence = self._find(request)
         if sequence is None:
             return False
-        self._finish(sequence, reason, stop_reason)
+        self._finish(sequence, reason, stop_reason, error=error)
         return True
 
     # One step
@@ -316,9 +328,14 @@ class Scheduler:
         the steps in flight are read.
 
         Free and evictable pages go to the oldest. Where they do not suffice, the youngest running sequence is
-        preempted; if it is the only one that lacks a page it just sits this step out, keeping what it has.
+        preempted; if it is the only one that lacks a page it just sits this step out, keeping what it has. A sequence
+        that needs its last token (`Request.needs_last_token`) sits out while that is in flight.
         """
-        decoding = [s for s in self._decodable() if s.num_future_tokens <= s.regime_tokens]
+        decoding = [
+            s
+            for s in self._decodable()
+            if s.num_future_tokens <= s.regime_tokens and not (s.request.needs_last_token and s.num_in_flight_tokens)
+        ]
         while True:
             lacking = self._lacking_pages(decoding, 1)
             num_free_pages = self.page_allocator.num_free_pages
@@ -336,8 +353,8 @@ class Scheduler:
                 decoding.remove(youngest)
 
     def _can_decode_many(self, decoding: list[_Sequence]) -> bool:
-        """Whether max_decode_steps in one dispatch serve everybody: no running sequence is left out, some need them
-        all, and pages and rope regimes hold out.
+        """Whether max_decode_steps in one dispatch serve everybody: no running sequence is left out or needs its last
+        token, some need them all, and pages and rope regimes hold out.
 
         A request that waits for a slot or pages lets at most MAX_IDLE_SHARE of the running sequences' steps pass
         after their ends, by length: so few cost less than a dispatch for each step, and admissions in groups fill
@@ -345,6 +362,8 @@ class Scheduler:
         """
         num_steps = self.config.max_decode_steps
         if num_steps == 1 or len(decoding) < len(self._decodable()):
+            return False
+        if any(s.request.needs_last_token for s in decoding):
             return False
         if self._waiting and not self.config.static_batching:
             num_idle = sum(max(num_steps - s.num_remaining_tokens, 0) for s in self._running)

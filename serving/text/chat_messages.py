@@ -20,7 +20,7 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
     """Plain copies of `messages`, each with a known role and text as content.
 
     Content may be a string or a list of text parts, which are joined by line feeds; it may be absent only beside
-    tool calls. Keys whose value is None are left out, as in a client's copy of an answer. Arguments of tool calls
+    tool calls. Reasoning is given under both of its names. Keys whose value is None are left out, as in a client's copy of an answer. Arguments of tool calls
     stay as they are (see `with_parsed_arguments`). Raises RequestError naming the message and key.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
@@ -42,6 +42,9 @@ def _check_message(name: str, message: object) -> dict[str, Any]:
     for key in ("name", "tool_call_id", "reasoning_content", "reasoning"):
         if not isinstance(checked.get(key, ""), str):
             raise RequestError(f"{name}.{key}", f"must be a string, got {shown_value(checked[key])}")
+    reasoning = checked.get("reasoning_content", checked.get("reasoning"))
+    if reasoning is not None:  # one thing under two names, of which a template reads either
+        checked |= {"reasoning_content": reasoning, "reasoning": reasoning}
     if "tool_calls" in checked:
         _check_tool_calls(f"{name}.tool_calls", role, checked["tool_calls"])
         if not checked["tool_calls"]:

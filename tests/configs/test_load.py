@@ -189,7 +189,7 @@ def test_a_file_that_is_not_text_is_refused(tmp_path):
     [
         ({"EngineConfig": {"page_size": 0}}, r"EngineConfig\.page_size must be in \[1, 1024\], got 0"),
         ({"EngineConfig": {"pages": 1}}, "EngineConfig has no field 'pages'"),
-        ({"ServerConfig": {}}, "ServerConfig is not a config"),
+        ({"FleetConfig": {}}, "FleetConfig is not a config"),
         ({"EngineConfig": {"num_pages": 8, "kv_cache_bytes": 9}}, r"num_pages=8 contradicts kv_cache_bytes=9"),
     ],
 )

@@ -158,10 +158,10 @@ def test_whatever_a_request_raises_is_its_callers_alone(async_engine):
 def test_an_unexpected_error_in_the_engines_thread_reaches_the_caller_that_caused_it(async_engine, monkeypatch):
     add_checked = async_engine.engine.add_checked
 
-    def fails_for_five(checked, request_id=None):
+    def fails_for_five(checked, request_id=None, **options):
         if checked.token_ids == (5,):
             raise OSError("not today")
-        return add_checked(checked, request_id)
+        return add_checked(checked, request_id, **options)
 
     monkeypatch.setattr(async_engine.engine, "add_checked", fails_for_five)
 
@@ -277,7 +277,7 @@ class _BrokenEngine:
     def check(self, prompt, params):
         return prompt
 
-    def add_checked(self, checked, request_id):
+    def add_checked(self, checked, request_id, **_options):
         self.requests.append(f"request-{len(self.requests)}")
         return self.requests[-1]
 

@@ -220,7 +220,7 @@ def test_after_a_fault_of_the_device_the_engine_says_so_and_does_not_hang():
         show_progress=False,
     )
 
-    def broken(_schedule):
+    def broken(*_args):
         raise MemoryError("device lost")
 
     llm.engine.runner.dispatch = broken

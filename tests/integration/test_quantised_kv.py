@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from serving import LLM, SamplingParams
-from serving.bench.runner import model_cost
+from serving.bench.figures import model_cost
 
 TESTS = Path(__file__).parents[1]
 TINY = TESTS / "data" / "tiny"  # 2 layers, 2 KV heads of 16

@@ -26,6 +26,7 @@ from serving.request import (
     RequestError,
     RequestOutput,
     SamplingParams,
+    StructuredOutput,
     TokenLogprob,
 )
 from serving.text.base import TokenizerError
@@ -295,7 +296,7 @@ def test_every_config_field_and_every_sampling_field_has_a_flag():
             "stop_token_ids": (1, 2), "include_stop_str_in_output": True, "ignore_eos": True, "max_tokens": 5,
             "min_tokens": 1, "logprobs": 2, "prompt_logprobs": 1, "repetition_penalty": 1.5, "presence_penalty": -0.5,
             "frequency_penalty": 0.5, "logit_bias": {3: -2.0}, "allowed_token_ids": (3, 4), "banned_token_ids": (5,),
-            "skip_special_tokens": False,
+            "skip_special_tokens": False, "structured": StructuredOutput.regex("a,b"),
         },
     }  # fmt: skip
     renamed = {"data": "data_parallel_size", "tensor": "tensor_parallel_size", "expert": "expert_parallel_size"}
@@ -307,7 +308,9 @@ def test_every_config_field_and_every_sampling_field_has_a_flag():
             if name == "stop":
                 argv += [f"--stop={text}" for text in value]
                 continue
-            if isinstance(value, dict):
+            if isinstance(value, StructuredOutput):
+                value = json.dumps({"kind": value.kind, "value": value.value})
+            elif isinstance(value, dict):
                 value = ",".join(f"{key}:{number}" for key, number in value.items())
             elif isinstance(value, tuple):
                 value = ",".join(map(str, value))
@@ -319,6 +322,23 @@ def test_every_config_field_and_every_sampling_field_has_a_flag():
         cls(**given)
 
 
+def test_an_output_may_have_to_match_a_schema_of_a_file_or_what_a_flag_or_a_line_says(tmp_path, capsys):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "integer"}')
+    line = {"prompt": "b", "structured": {"kind": "choice", "value": ["x", "y"]}}
+    file = prompts_file(tmp_path, {"prompt": "a"}, line)
+    assert run("generate", "--model", "m", "--prompts_file", file, "--json_schema", str(schema)) == 0
+    first, second = EchoLLM.made[0].calls
+    assert first[1].structured == StructuredOutput.json_schema({"type": "integer"})
+    assert second[1].structured == StructuredOutput.choice(["x", "y"])
+    flag = '--structured={"kind": "regex", "value": "a+"}'
+    assert run("generate", "--model", "m", "--prompt", "a", flag, "--json_schema", str(schema)) != 0
+    assert "--structured" in capsys.readouterr().err
+    schema.write_text("{")
+    assert run("generate", "--model", "m", "--prompt", "a", "--json_schema", str(schema)) != 0
+    assert "schema.json" in capsys.readouterr().err
+
+
 def test_a_switch_alone_means_true():
     assert run("generate", "--model", "m", "--prompt", "a", "--ignore_eos", "--max_tokens", "1") == 0
     assert EchoLLM.made[0].calls[0][1].ignore_eos is True
@@ -327,6 +347,8 @@ def test_a_switch_alone_means_true():
 # (line, what the message must hold). The engine is not even built.
 BAD_LINES = [
     ('{"prompt": "a", "top_p": 2}', ["top_p", "2"]),
+    ('{"prompt": "a", "structured": "a+"}', ["structured", "kind"]),
+    ('{"prompt": "a", "structured": {"kind": "regexp", "value": "a"}}', ["structured.kind", "'regexp'"]),
     ('{"prompt": "a", "max_tokens": "5"}', ["max_tokens", "'5'"]),
     ('{"prompt": "a", "temprature": 1}', ["'temprature'", "temperature"]),
     ('{"prompt": "a", "prompt_token_ids": [1]}', ["exactly one", "prompt, prompt_token_ids"]),

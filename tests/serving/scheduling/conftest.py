@@ -126,6 +126,8 @@ class FakeRunner:
         decoding = [(slot, self.rows[slot], request) for slot, request in schedule.decode]
         for slot, row, request in decoding:
             assert row.request is request and slot not in {chunk.slot for chunk in schedule.prefill}
+            if request.needs_last_token:
+                assert schedule.num_decode_steps == 1 and len(row.tokens) == request.num_tokens
         for step in range(schedule.num_decode_steps):
             for slot, row, _ in decoding:
                 if row.is_active:

@@ -102,6 +102,22 @@ def test_a_cached_page_can_be_shared_again_while_evictable_and_while_quarantined
     allocator.check_integrity([page_ids])
 
 
+def test_forgotten_pages_are_free_once_nobody_holds_or_writes_them_and_are_found_no_more():
+    cache = PrefixCache(page_size=1)
+    allocator = PageAllocator(7, cache)
+    held, quarantined, evictable = (allocator.try_allocate(2) for _ in range(3))
+    for page_ids, first_token in ((held, 10), (quarantined, 20), (evictable, 30)):
+        publish(cache, page_ids, first_token)
+    allocator.free(quarantined, after_step=1)
+    allocator.free(evictable, after_step=0)
+    assert allocator.forget_cached_pages() == 6 and len(cache) == 0
+    allocator.check_integrity([held])
+    assert sorted(allocator.try_allocate(2)) == sorted(evictable) and allocator.num_evictions == 0
+    allocator.step_completed(1)
+    assert sorted(allocator.try_allocate(2)) == sorted(quarantined)
+    assert allocator.forget_cached_pages() == 0 == PageAllocator(3).forget_cached_pages()
+
+
 def test_a_page_that_nobody_holds_and_nobody_cached_cannot_be_shared():
     allocator = PageAllocator(3, PrefixCache(page_size=1))
     page_ids = allocator.try_allocate(1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from serving.request import FinishReason, RequestError, RequestStatus
+from serving.request import FinishReason, RequestError, RequestStatus, StructuredOutput
 from serving.scheduling.config import RopeRegime
 from serving.scheduling.scheduler import NO_TOKEN, Scheduler
 
@@ -770,3 +770,28 @@ def test_continuous_batching_pays_a_fraction_of_the_slot_steps_of_static_batchin
         assert engine.scheduler.stats.num_output_tokens == sum(lengths)
     print("slot steps: continuous", slot_steps[False], "static", slot_steps[True], "tokens", sum(lengths))
     assert slot_steps[False] < slot_steps[True] / 2
+
+
+def test_a_request_that_needs_its_last_token_decodes_every_second_step_and_holds_up_nobody(tools):
+    engine = tools.Engine(tools.make_config(max_decode_steps=4))
+    slow = engine.add(tools.make_request("slow", [1, 2, 3], 10, structured=StructuredOutput.json_object()))
+    fast = engine.add(tools.make_request("fast", [4, 5, 6], 30))
+    engine.run()
+    engine.check_outputs()
+    decodes = [[request.request_id for _, request in schedule.decode] for schedule in engine.schedules]
+    decodes = [ids for ids in decodes if ids]
+    with_slow = [i for i, ids in enumerate(decodes) if "slow" in ids]
+    assert with_slow == list(range(1, 19, 2))  # the first token is the prompt's
+    assert all("fast" in ids for ids in decodes)
+    assert all(
+        schedule.num_decode_steps == 1 for schedule in engine.schedules if slow in [r for _, r in schedule.decode]
+    )
+    assert 4 in {schedule.num_decode_steps for schedule in engine.schedules} and fast.num_output_tokens == 30
+
+
+def test_alone_a_request_that_needs_its_last_token_decodes_at_every_step(tools):
+    engine = tools.Engine(tools.make_config())
+    engine.add(tools.make_request("slow", [1, 2, 3], 10, structured=StructuredOutput.json_object()))
+    engine.run()
+    engine.check_outputs()
+    assert len(engine.schedules) == 10 and engine.scheduler.stats.num_drains == 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serving.request import FinishReason
+from serving.request import FinishReason, StructuredOutput
 from serving.scheduling.config import RopeRegime
 
 NUM_REQUESTS = 60
@@ -31,7 +31,7 @@ def random_engine(tools, rng, **changes):
 
 def random_request(tools, rng, config, prefixes, index):
     """Half the prompts start with a common prefix; lengths reach the context limit; some have n > 1, stop tokens,
-    min_tokens, a tenant's salt, or score only."""
+    min_tokens, a tenant's salt, a structured output, or score only."""
     max_prompt = config.max_model_len - 1
     prompt = list(rng.choice(prefixes)) if rng.random() < 0.5 else []
     prompt += tools.random_prompt(rng, rng.randint(1, max(1, max_prompt // 2)))
@@ -46,6 +46,8 @@ def random_request(tools, rng, config, prefixes, index):
         if rng.random() < 0.5:
             params.pop("min_tokens", None)
             max_tokens = 0
+    if rng.random() < 0.25:
+        params["structured"] = StructuredOutput.json_object()
     num_children = rng.choice([1, 1, 1, 3])
     shared = {
         "seed": rng.randrange(4),
@@ -59,7 +61,8 @@ def random_request(tools, rng, config, prefixes, index):
 
 
 def drive(tools, rng, engine, *, num_requests=NUM_REQUESTS, with_faults=True):
-    """Random arrivals, aborts at any stage, stop strings and NaNs, until all is done; outputs must be solo outputs."""
+    """Random arrivals, aborts at any stage, stop strings, NaNs and a prefix cache that is emptied, until all is done;
+    outputs must be solo outputs."""
     config = engine.config
     prefixes = [tools.random_prompt(rng, rng.randint(1, config.max_model_len)) for _ in range(3)]
     arrival_rate = rng.choice([0.05, 0.3, 1.0])
@@ -77,6 +80,9 @@ def drive(tools, rng, engine, *, num_requests=NUM_REQUESTS, with_faults=True):
         if with_faults and rng.random() < 0.03 and index:
             ended = engine.scheduler.abort(f"r{rng.randrange(index)}")
             assert all(request.finish_reason is FinishReason.ABORT for request in ended)
+            engine.scheduler.check_integrity()
+        if with_faults and rng.random() < 0.03:
+            engine.scheduler.page_allocator.forget_cached_pages()
             engine.scheduler.check_integrity()
         if not engine.step() and index == num_requests:
             break

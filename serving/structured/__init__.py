@@ -1,0 +1,1 @@
+"""Grammars that outputs must match: checked and compiled at the door, followed token by token in the engine."""

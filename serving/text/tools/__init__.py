@@ -1,0 +1,1 @@
+"""Tool calls in output text, one module for formats of a kind."""

@@ -1,0 +1,112 @@
+"""A tiny engine with a tokenizer of bytes and a chat template, and HTTP servers over it on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from configs.engine import EngineConfig, MeshConfig
+from configs.server import ServerConfig
+from serving.api.http_server import HttpServer, build_app
+from serving.api.service import Service
+from serving.async_engine import AsyncEngine
+from serving.engine import build_engine
+from serving.operations.operations import Operations
+from serving.structured.compiler import GrammarCompiler
+from serving.text.byte_level import CHARACTER_OF_BYTE
+from serving.text.tokenizer import Tokenizer, load_tokenizer
+
+TINY = Path(__file__).parents[1] / "data" / "tiny"
+CONTEXT = 96
+VOCAB_SIZE = 301
+BOS, TURN, END = 259, 260, 261
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(*, template: str | None = TEMPLATE, adds_bos: bool = True) -> Tokenizer:
+    """A token for every byte (its id), "he" 256, "hel" 257, "lo" 258, <s> 259, <|im_start|> 260, <|im_end|> 261."""
+    tokens = [CHARACTER_OF_BYTE[byte] for byte in range(256)]
+    tokens += ["he", "hel", "lo", "<s>", "<|im_start|>", "<|im_end|>"]
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 259 + [3] * 3,
+        "tokenizer.ggml.merges": ["h e", "he l", "l o"],
+        "tokenizer.ggml.bos_token_id": BOS,
+        "tokenizer.ggml.eos_token_id": END,
+        "tokenizer.ggml.add_bos_token": adds_bos,
+    }
+    if template is not None:
+        metadata["tokenizer.chat_template"] = template
+    tokenizer = load_tokenizer(metadata)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def tiny_engine(*, template: str = TEMPLATE, context: int = CONTEXT) -> AsyncEngine:
+    """Random weights, 301 tokens, eight slots, 128 pages of 8 tokens; no token ends its output but 7."""
+    config = EngineConfig(
+        dtype="float32",
+        max_model_len=context,
+        max_num_seqs=8,
+        page_size=8,
+        prefill_token_buckets=(32,),
+        query_block=16,
+        max_decode_steps=1,
+        num_pages=129,
+    )
+    engine = build_engine(f"dummy:{TINY}", config, MeshConfig())
+    engine.tokenizer = byte_tokenizer(template=template)
+    engine._grammars = GrammarCompiler(engine.tokenizer, VOCAB_SIZE, engine.eos_token_ids)
+    return AsyncEngine(engine)
+
+
+class Servers:
+    """HTTP servers in an event loop of their own thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+        self._running: list[tuple[HttpServer, Any]] = []
+
+    def start(self, app: Any, config: ServerConfig) -> str:
+        """Serve `app` on a free port; returns its address."""
+        server = HttpServer(app, config, host="127.0.0.1", port=0)
+        future = asyncio.run_coroutine_threadsafe(server.serve(), self.loop)
+        self._running.append((server, future))
+        return server.address
+
+    def start_service(
+        self, config: ServerConfig, engine: AsyncEngine | None, operations: Operations | None = None
+    ) -> tuple[str, Service]:
+        service = Service(config, "tiny")
+        if engine is not None:
+            service.attach(engine, operations)
+        return self.start(build_app(service, version="0"), config), service
+
+    def close(self) -> None:
+        for server, _ in self._running:
+            server.stop()
+        for _, future in self._running:
+            future.result(timeout=30)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+@contextlib.contextmanager
+def servers() -> Iterator[Servers]:
+    running = Servers()
+    try:
+        yield running
+    finally:
+        running.close()
