@@ -38,9 +38,12 @@ EVENT_STREAM_HEADERS = [
 ]
 
 
-def build_app(service: Service, *, version: str, metrics: ASGIApp | None = None) -> ASGIApp:
-    """The public routes. `metrics` answers GET /metrics where it is given."""
+def build_app(
+    service: Service, *, version: str, metrics: ASGIApp | None = None, more_routes: Sequence[BaseRoute] = ()
+) -> ASGIApp:
+    """The public routes, and `more_routes`. `metrics` answers GET /metrics where it is given."""
     routes: list[BaseRoute] = [
+        *more_routes,
         Route("/v1/completions", _Post(service, service.parse_completion, _generate), methods=["POST"]),
         Route("/v1/chat/completions", _Post(service, service.parse_chat, _generate), methods=["POST"]),
         Route("/tokenize", _Post(service, service.parse_tokenize, _answering(service.tokenize)), methods=["POST"]),
