@@ -10,6 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from serving.api.errors import OverloadedError, UnavailableError
@@ -269,7 +270,7 @@ class Jobs:
         async with contextlib.AsyncExitStack() as stack:
             files = []
             for file_id in (job.output_id, job.error_id):
-                files.append(await asyncio.to_thread(LineFile, self.store.data_path(file_id)))
+                files.append(await _open_lines(self.store.data_path(file_id)))
                 stack.push_async_callback(asyncio.to_thread, files[-1].close)
             await _Run(self, job, *files).run()
 
@@ -358,6 +359,17 @@ class _Run:
         self._jobs.store.count(self._job.id, completed=self._num_completed, failed=self._num_failed)
 
 
+async def _open_lines(path: Path) -> LineFile:
+    """A LineFile, opened beside the event loop; closed again where nobody waits for it any more."""
+    opening = asyncio.ensure_future(asyncio.to_thread(LineFile, path))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        with contextlib.suppress(OSError):
+            (await opening).close()
+        raise
+
+
 def _next_line(lines: Iterator[tuple[int, bytes]], done: set[str], config: Any) -> BatchLine | None:
     """The next line without an answer; None at the end."""
     for _, data in lines:
@@ -371,7 +383,7 @@ def _records(file: Any) -> Iterator[dict[str, Any]]:
     return (record for record in map(read_answer_line, file) if record is not None)
 
 
-def _next_lines(path: Any, offset: int, max_bytes: int = 2**20) -> tuple[list[tuple[bytes, str]], int]:
+def _next_lines(path: Path, offset: int, max_bytes: int = 2**20) -> tuple[list[tuple[bytes, str]], int]:
     """Whole lines from `offset` on, about `max_bytes` of them, and where they end."""
     lines: list[tuple[bytes, str]] = []
     try:

@@ -58,14 +58,22 @@ def read_line(data: bytes, config: ServerConfig) -> BatchLine:
     return BatchLine(custom_id=custom_id, url=given["url"], body=given["body"])
 
 
+class TooLongError(RequestError):
+    """A line over the limit; what follows it is not read."""
+
+    def __init__(self, number: int, limit: int):
+        super().__init__("line", f"has more than {limit} bytes")
+        self.number = number
+
+
 def input_lines(file: BinaryIO, config: ServerConfig) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of the lines that are not blank. Raises RequestError for one that is too long."""
+    """(number from 1, line) of the lines that are not blank. Raises TooLongError."""
     limit = config.max_body_bytes + ENVELOPE_BYTES
     number = 0
     while line := file.readline(limit + 1):
         number += 1
         if len(line) > limit:
-            raise RequestError("line", f"{number} has more than {limit} bytes")
+            raise TooLongError(number, limit)
         if line.strip():
             yield number, line
 
@@ -86,20 +94,20 @@ def check_lines(
     """How many lines there are, and what is wrong with them. `url`: the one that all must have."""
     problems: list[LineProblem] = []
     seen: set[str] = set()
-    number, num_lines = 0, 0
+    num_lines = 0
     try:
         for number, data in input_lines(file, config):
             num_lines += 1
-            if num_lines > config.max_batch_lines:
-                raise RequestError("line", f"{number} is over the limit of {config.max_batch_lines} requests")
             try:
+                if num_lines > config.max_batch_lines:
+                    raise RequestError("line", f"is one over the {config.max_batch_lines} that are accepted")
                 _check_line(read_line(data, config), url, seen)
             except RequestError as error:
                 problems.append(_problem(error, number))
-                if len(problems) >= max_problems:
-                    break
-    except RequestError as error:
-        problems.append(_problem(error, number))
+            if num_lines > config.max_batch_lines or len(problems) >= max_problems:
+                break
+    except TooLongError as error:
+        problems.append(_problem(error, error.number))
     if num_lines == 0 and not problems:
         problems.append(LineProblem(code="empty_file", message="the file has no lines", param=None, line=None))
     return num_lines, problems
