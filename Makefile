@@ -3,6 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 AOT_VENV := .venv-aot
+PROTO_VENV := .venv-proto
 PYTHON ?=
 PYTEST_ARGS ?=
 PACKAGES := serving layers pallas_kernels sharding checkpoints configs
@@ -10,7 +11,7 @@ PACKAGES := serving layers pallas_kernels sharding checkpoints configs
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help demo test lint aot aot-gate format notebooks clean
+.PHONY: help demo test lint aot aot-gate proto format notebooks clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,9 +20,10 @@ help:
 	@echo "make lint       ruff, mypy and the import rules alone"
 	@echo "make aot        compile kernels and whole programs for H200 and TPUs, which need not be there (in $(AOT_VENV))"
 	@echo "make aot-gate   the short part of it, for H200 alone"
+	@echo "make proto      generate the modules of the gRPC interface anew (in $(PROTO_VENV))"
 	@echo "make format     sort imports and format, changing files"
 	@echo "make notebooks  run every notebook from top to bottom"
-	@echo "make clean      remove caches and built files; remove $(VENV) and $(AOT_VENV) by hand to install anew"
+	@echo "make clean      remove caches and built files; remove the .venv folders by hand to install anew"
 
 demo: $(VENV)/.stamp-run $(VENV)/.stamp-demo-model
 	$(BIN)/headrace generate --gin_file=runs/demo.gin --prompts_file=configs/runs/demo_prompts.jsonl \
@@ -42,6 +44,9 @@ aot: $(AOT_VENV)/.stamp-gpu $(AOT_VENV)/.stamp-tpu
 aot-gate: $(AOT_VENV)/.stamp-gpu
 	$(AOT_VENV)/bin/pytest tests/aot -m gate -n 2 $(PYTEST_ARGS)
 
+proto: $(PROTO_VENV)/.stamp
+	sh serving/proto/v1/generate.sh $(CURDIR)/$(PROTO_VENV)/bin/python
+
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -55,7 +60,7 @@ clean:
 
 # Stamps: each says what is installed in $(VENV), and is renewed when the file that asks for it changes.
 
-$(BIN)/python $(AOT_VENV)/bin/python:
+$(BIN)/python $(AOT_VENV)/bin/python $(PROTO_VENV)/bin/python:
 	@for python in $(PYTHON) python3.12 python3.13 python3 python3.14; do \
 	  if "$$python" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
 	    echo "$$python -m venv $(@D:/bin=)"; exec "$$python" -m venv $(@D:/bin=); \
@@ -79,6 +84,10 @@ $(AOT_VENV)/.stamp-gpu: pyproject.toml | $(AOT_VENV)/bin/python
 
 $(AOT_VENV)/.stamp-tpu: pyproject.toml | $(AOT_VENV)/bin/python
 	$(AOT_VENV)/bin/python -m pip install --quiet --editable '.[test,aot,aot-tpu]'
+	@touch $@
+
+$(PROTO_VENV)/.stamp: serving/proto/v1/requirements.txt | $(PROTO_VENV)/bin/python
+	$(PROTO_VENV)/bin/python -m pip install --quiet --requirement serving/proto/v1/requirements.txt
 	@touch $@
 
 $(VENV)/.stamp-demo-model: requirements-demo.txt | $(BIN)/python

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from configs.checks import ConfigError, check_float, check_int, fail
+from configs.checks import ConfigError, check_bool, check_float, check_int, fail
 
 MAX_PORT = 65535
 _TENANT = re.compile(r"[ -~]{1,64}")
@@ -54,6 +54,15 @@ class ServerConfig:
     max_schema_depth: int = 32  # of values inside each other in a JSON schema
     max_grammar_chars: int = 64 * 2**10  # of a regex, a grammar, or a schema as JSON
     chat_template_s: float = 1.0  # CPU time of one rendering of the chat template
+    max_answer_bytes: int = 64 * 2**20  # of one message to a gRPC client
+    grpc_reflection: bool = False  # gRPC clients may ask which methods there are
+    grpc_keepalive_s: float = 60.0  # a gRPC connection without traffic is tried this often
+    grpc_min_ping_s: float = 10.0  # gRPC clients that try theirs more often are cut off
+    batch_dir: str | None = None  # folder of batch jobs and their files, of this server alone; None: no batch jobs
+    max_batch_in_flight: int = 256  # requests of batch jobs, or of one gRPC batch call, at once
+    max_batch_lines: int = 50_000  # requests of a batch job
+    max_file_bytes: int = 200 * 2**20  # of an uploaded file
+    max_store_bytes: int = 16 * 2**30  # of all files together; further uploads get 429
 
     def __post_init__(self) -> None:
         for name in ("host", "admin_host"):
@@ -93,6 +102,16 @@ class ServerConfig:
         check_int(self, "max_schema_depth", minimum=1, maximum=64)
         check_int(self, "max_grammar_chars", minimum=1, maximum=2**20)
         check_float(self, "chat_template_s", above=0.0, maximum=60.0)
+        check_int(self, "max_answer_bytes", minimum=2**16, maximum=2**31 - 1)
+        check_bool(self, "grpc_reflection")
+        check_float(self, "grpc_keepalive_s", minimum=1.0, maximum=86400.0)
+        check_float(self, "grpc_min_ping_s", minimum=0.1, maximum=3600.0)
+        if self.batch_dir is not None and (not isinstance(self.batch_dir, str) or not self.batch_dir.strip("\0 ")):
+            fail(self, "batch_dir", "is no folder")
+        check_int(self, "max_batch_in_flight", minimum=1, maximum=2**16)
+        check_int(self, "max_batch_lines", minimum=1, maximum=10**6)
+        check_int(self, "max_file_bytes", minimum=1024, maximum=2**40)
+        check_int(self, "max_store_bytes", minimum=1024, maximum=2**50)
 
     def _check_tenants(self) -> None:
         tenants = self.api_key_tenants

@@ -17,6 +17,7 @@ from configs.checks import ConfigError
 from configs.load import changed_settings, config_text
 from configs.run import Configs
 from serving import bench
+from serving.cli.batch import run_batch
 from serving.cli.compile import run_compile
 from serving.cli.generate import run_generate
 from serving.cli.parser import UsageError, build_parser, configs_from, rewrite_gin_sugar
@@ -63,6 +64,8 @@ def _run(args: argparse.Namespace, llm_factory: Any) -> int:
         return 0
     if args.command == "compile":
         return run_compile(args, configs)
+    if args.command == "batch":
+        return run_batch(args, configs)
     if args.command == "serve":
         return run_serve(args, configs)
     source = configs.run.model_source

@@ -24,10 +24,16 @@ UNSAFE_CALLS = {"eval", "exec", "compile", "__import__", "import_module", "run_p
 DISTRIBUTIONS = {
     "absl": "absl-py",
     "gin": "gin-config",
+    "google": "googleapis-common-protos",  # google.rpc; google.protobuf is protobuf's
     "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "grpc_status": "grpcio-status",
     "opentelemetry": "opentelemetry-api",
     "orbax": "orbax-checkpoint",
     "prometheus_client": "prometheus-client",
+    "python_multipart": "python-multipart",
+    "smg_grpc_proto": "smg-grpc-proto",
 }
 
 

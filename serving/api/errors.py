@@ -9,6 +9,10 @@ class UnknownModelError(RequestError):
     """A model that is not served here."""
 
 
+class NotFoundError(RequestError):
+    """A file or a batch job that is not here."""
+
+
 class OverloadedError(Exception):
     """As many requests are in flight as are accepted; try again after `retry_after_s`."""
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from starlette.responses import JSONResponse
-
-from serving.api.errors import GenerationError, OverloadedError, UnavailableError, UnknownModelError, refusal_reason
+from serving.api.errors import (
+    GenerationError,
+    NotFoundError,
+    OverloadedError,
+    UnavailableError,
+    UnknownModelError,
+    refusal_reason,
+)
 from serving.request import RequestError
+
+if TYPE_CHECKING:  # batch files have these errors without a server
+    from starlette.responses import JSONResponse
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +45,8 @@ def http_error(error: Exception) -> HttpError:
             return error
         case UnknownModelError():
             return HttpError(404, str(error), param="model", code="model_not_found")
+        case NotFoundError():
+            return HttpError(404, str(error), param=error.field, code="not_found")
         case RequestError():
             return HttpError(400, str(error), param=error.field)
         case OverloadedError():
@@ -65,5 +75,7 @@ def error_body(error: HttpError) -> dict[str, Any]:
 
 
 def error_response(error: Exception) -> JSONResponse:
+    from starlette.responses import JSONResponse
+
     known = http_error(error)
     return JSONResponse(error_body(known), status_code=known.status, headers=known.headers)

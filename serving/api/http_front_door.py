@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import time
 import uuid
@@ -17,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configs.server import ServerConfig
 from serving.api.http_errors import HttpError, error_response, http_refusal_reason
+from serving.api.keys import ApiKeys
 from serving.api.schema import read_request_id
 from serving.operations.trace_context import TraceContext, parse_trace_context
 from serving.request import DEFAULT_TENANT, RequestContext, RequestError
@@ -62,7 +61,7 @@ class FrontDoor:
         self._pages = pages
         self._count_refusal = count_refusal
         self._tenant_header = config.tenant_header.lower().encode() if config.tenant_header is not None else None
-        self._digests = [_digest(key.encode()) for key in config.api_keys]
+        self._keys = ApiKeys(config.api_keys, config.api_key_tenants)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
@@ -125,20 +124,12 @@ class FrontDoor:
 
     def _may_pass(self, scope: Scope, info: RequestInfo) -> bool:
         """Whether its key, which says whose request it is, or its path lets it in."""
-        if not self._digests:
-            return True
         if scope["method"] in ("GET", "HEAD") and scope.get("raw_path") in OPEN_PATHS:
             return True
-        given = header_values(scope, b"authorization")
-        if len(given) != 1:
+        tenant = self._keys.tenant_of(header_values(scope, b"authorization"))
+        if tenant is None:
             return False
-        scheme, _, key = given[0].partition(b" ")
-        digest = _digest(key.strip())
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, whichever fits
-        if scheme.lower() != b"bearer" or True not in matches:
-            return False
-        if self._config.api_key_tenants:
-            info.tenant = self._config.api_key_tenants[matches.index(True)]
+        info.tenant = tenant
         return True
 
     def _read_headers(self, scope: Scope) -> tuple[RequestInfo, Exception | None]:
@@ -245,7 +236,3 @@ def _route(scope: Scope) -> str:
 
 def _too_large(config: ServerConfig) -> HttpError:
     return HttpError(413, f"the body has more than {config.max_body_bytes} bytes")
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

@@ -41,8 +41,8 @@ EVENT_STREAM_HEADERS = [
 ]
 
 
-def build_app(service: Service, *, version: str) -> ASGIApp:
-    """The public routes."""
+def build_app(service: Service, *, version: str, more_routes: Sequence[BaseRoute] = ()) -> ASGIApp:
+    """The public routes, and `more_routes`."""
 
     async def metrics(_: Request) -> Response:
         body, media_type = await asyncio.to_thread(service.metrics.exposition)
@@ -53,6 +53,7 @@ def build_app(service: Service, *, version: str) -> ASGIApp:
 
     pages = {"/status": _page("status"), "/chat": _page("chat")}
     routes: list[BaseRoute] = [
+        *more_routes,
         Route("/v1/completions", _Post(service, service.parse_completion, _generate), methods=["POST"]),
         Route("/v1/chat/completions", _Post(service, service.parse_chat, _generate), methods=["POST"]),
         Route("/tokenize", _Post(service, service.parse_tokenize, _answering(service.tokenize)), methods=["POST"]),

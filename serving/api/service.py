@@ -160,11 +160,20 @@ class Service:
         if reason is not None and self._operations is not None:
             self._operations.metrics.count_refusal(reason)
 
+    def default_fields(self) -> dict[str, Any]:
+        """The model's own sampling fields, for requests that do not give them."""
+        return dict(self._defaults)
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions that wait for a slot. Raises UnavailableError."""
+        return self.engine.engine.scheduler.num_waiting
+
     @contextlib.contextmanager
     def admission(self) -> Iterator[None]:
         """Count a request as in flight. Raises UnavailableError, and OverloadedError where there are too many."""
         self.check_ready()
-        config, num_waiting = self.config, self.engine.engine.scheduler.num_waiting
+        config, num_waiting = self.config, self.num_waiting
         if self.num_in_flight >= config.max_concurrent_requests or num_waiting >= config.max_waiting_completions:
             raise OverloadedError(
                 f"{self.num_in_flight} requests are in flight and {num_waiting} completions wait; no more are accepted",
@@ -362,10 +371,14 @@ class Generation:
         except EngineDeadError as error:
             raise GivenUpError("the engine is dead") from error
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self, on_first_token: Callable[[], None] = lambda: None) -> dict[str, Any]:
         outputs: dict[int, RequestOutput] = {}
+        is_started = False
         async with contextlib.aclosing(self.deltas()) as items:
             async for prompt_index, _, output in items:
+                if not is_started:
+                    is_started = True
+                    on_first_token()
                 if output is not None:
                     outputs[prompt_index] = output
         return self.answer.whole([outputs[index] for index in range(len(self.checked))])

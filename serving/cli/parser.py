@@ -83,6 +83,19 @@ def build_parser() -> argparse.ArgumentParser:
     add_dataclass_flags(serve, ServerConfig, names=FLAG_NAMES[ServerConfig])
     add_dataclass_flags(serve, OperationsConfig)
 
+    batch = command("batch", "answer a file of requests, in OpenAI's batch form", epilog=_BATCH_EPILOG)
+    batch.add_argument("input", type=Path, metavar="IN.jsonl", help="a request a line")
+    batch.add_argument(
+        "output", type=Path, metavar="OUT.jsonl", help="an answer a line; requests that have one are not run again"
+    )
+    batch.add_argument("--server", metavar="HOST:PORT", help="gRPC of a running server; without it, --model is loaded")
+    batch.add_argument(
+        "--api_key", metavar="TEXT", help="the server's key; HEADRACE_API_KEY keeps it out of the list of processes"
+    )
+    batch.add_argument("--max_in_flight", type=int, default=256, metavar="INT", help="requests at once (default 256)")
+    batch.add_argument("--served_model_name", metavar="TEXT", help="what lines call the model; without it, its source")
+    add_engine_flags(batch)
+
     bench_command = command("bench", "measure decode, prefill, mixed work or batching; one JSON object a figure")
     bench.add_arguments(bench_command)
     add_engine_flags(bench_command)
@@ -155,5 +168,8 @@ prompt_token_ids, token_ids, text, finish_reason and logprobs, in the order of t
 before anything runs."""
 _SERVE_EPILOG = """Needs the extra serve. Health checks are answered from the start, requests once one line says that
 the model is ready. SIGTERM and SIGINT let running requests end for drain_grace_s; a second one ends them."""
+_BATCH_EPILOG = """Lines of IN are {"custom_id", "method": "POST", "url", "body"}, those of OUT {"id", "custom_id",
+"response": {"status_code", "request_id", "body"}, "error"}, in any order. Interrupted, it goes on where it was when run
+again. A bad line is refused before anything runs; a bad request is answered with its error."""
 _COMPILE_EPILOG = """Needs the extra aot (h200) or aot-tpu. Weights are not read. An engine uses the executables where
 its versions, XLA flags, model, configs and device are those they were compiled for, and says what differs where not."""

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from configs.checks import ConfigError
 from configs.load import changed_settings, config_text
 from configs.run import Configs
 from configs.server import ServerConfig
@@ -24,13 +23,17 @@ from serving.cli.parser import UsageError, version
 from serving.display import ProgressReporter
 
 if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
+
     from serving.api.service import Service
     from serving.async_engine import AsyncEngine
+    from serving.jobs.jobs import Jobs
     from serving.operations.operations import Operations
 
     type Built = tuple[AsyncEngine, Operations]
 
-PACKAGES = ("starlette", "uvicorn", "uvloop", "prometheus_client", "llguidance")
+PACKAGES = ("starlette", "uvicorn", "uvloop", "python_multipart", "prometheus_client", "llguidance")
+GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "grpc_status")
 
 
 class Door(Protocol):
@@ -54,7 +57,8 @@ def run_serve(args: argparse.Namespace, configs: Configs) -> int:
         print(dry_run_text(configs))
         return 0
     source = configs.run.model_source
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    needed = [*PACKAGES, *(GRPC_PACKAGES if configs.server.grpc_port is not None else ())]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f"serve needs {', '.join(missing)}: pip install 'headrace[serve]'")
     import uvloop
@@ -85,9 +89,22 @@ def make_doors(service: Service, configs: Configs) -> Iterator[Door]:
     from serving.api.http_server import HttpServer, build_admin_app, build_app
 
     server = configs.server
+    jobs: Jobs | None = None
+    routes: list[BaseRoute] = []
+    if server.batch_dir is not None:
+        from serving.api.http_jobs import job_routes
+        from serving.jobs.jobs import Jobs
+        from serving.jobs.store import Store
+
+        jobs = Jobs(service, Store(server))
+        yield jobs
+        routes = job_routes(service, jobs)
+    app = build_app(service, version=version(), more_routes=routes)
+    yield HttpServer(app, server, host=server.host, port=server.port)
     if server.grpc_port is not None:
-        raise ConfigError(f"ServerConfig.grpc_port={server.grpc_port}: gRPC is not available")
-    yield HttpServer(build_app(service, version=version()), server, host=server.host, port=server.port)
+        from serving.api.grpc_server import GrpcServer
+
+        yield GrpcServer(service, host=server.host, port=server.grpc_port, version=version(), jobs=jobs)
     if server.admin_port is not None:
         admin = build_admin_app(service, version=version(), config_text=config_text(configs))
         yield HttpServer(admin, server, host=server.admin_host, port=server.admin_port)

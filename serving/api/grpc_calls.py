@@ -1,0 +1,105 @@
+"""How the methods of a gRPC service are called: messages parsed by us, errors as rich statuses, a line in the log.
+
+Messages come as bytes, so that one that is broken is the client's mistake (grpc would say INTERNAL), and a large one
+is parsed beside the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from google.rpc import code_pb2
+from grpc_status import rpc_status
+
+from serving.api.grpc_errors import GrpcError, status_of
+from serving.api.grpc_messages import parse_message
+from serving.api.service import Service
+
+logger = logging.getLogger(__name__)
+
+SMALL_MESSAGE_BYTES = 16 * 2**10  # read in the event loop; larger ones in a thread
+
+
+class Call:
+    """One call of a method under way."""
+
+    def __init__(self, service: Service, context: grpc.aio.ServicerContext, request_type: type[Message]):
+        self._service = service
+        self._context = context
+        self._request_type = request_type
+        self._writing = asyncio.Lock()
+
+    @property
+    def metadata(self) -> Mapping[str, str | bytes]:
+        return dict(self._context.invocation_metadata() or ())
+
+    async def read[Result](self, data: bytes, convert: Callable[[Any], Result]) -> Result:
+        """What `convert` makes of the message in `data`. Raises RequestError."""
+        if len(data) <= SMALL_MESSAGE_BYTES:
+            return convert(parse_message(self._request_type, data))
+        return await self._service.in_text_thread(lambda: convert(parse_message(self._request_type, data)))
+
+    async def send(self, message: Message) -> None:
+        """Returns once the client's window has room. Raises GrpcError for a message over the limit."""
+        limit = self._service.config.max_answer_bytes
+        if message.ByteSize() > limit:
+            raise GrpcError(
+                code_pb2.RESOURCE_EXHAUSTED, f"the answer has {message.ByteSize()} bytes; at most {limit} are sent"
+            )
+        async with self._writing:
+            await self._context.write(message)
+
+
+# What a method does with its request, or with its stream of requests: bytes, for `Call.read`. Methods of one answer
+# return it, those of a stream `send` theirs.
+Method = Callable[[Any, Call], Awaitable[Message | None]]
+
+
+def service_handler(
+    descriptor: ServiceDescriptor, methods: Mapping[str, Method], service: Service
+) -> grpc.GenericRpcHandler:
+    """Serve `methods` of a service by their names; the others are UNIMPLEMENTED, by name."""
+    unknown = methods.keys() - {method.name for method in descriptor.methods}
+    assert not unknown, unknown
+    return grpc.method_handlers_generic_handler(
+        descriptor.full_name,
+        {method.name: _handler(method, methods.get(method.name), service) for method in descriptor.methods},
+    )
+
+
+def _handler(descriptor: MethodDescriptor, method: Method | None, service: Service) -> grpc.RpcMethodHandler:
+    name = f"/{descriptor.containing_service.full_name}/{descriptor.name}"
+    request_type = GetMessageClass(descriptor.input_type)
+
+    async def behaviour(requests: bytes | AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Message | None:
+        started_s = time.perf_counter()
+        code = grpc.StatusCode.CANCELLED
+        try:
+            if method is None:
+                raise GrpcError(code_pb2.UNIMPLEMENTED, f"{name} is not offered here")
+            answer = await method(requests, Call(service, context, request_type))
+            code = grpc.StatusCode.OK
+            return answer
+        except Exception as error:
+            status = rpc_status.to_status(status_of(error))
+            code = status.code
+            await context.abort(code, status.details, status.trailing_metadata)
+            raise  # never reached: abort raises
+        finally:
+            logger.info("%s %s %.1f ms", name, code.name, 1e3 * (time.perf_counter() - started_s))
+
+    kind = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[descriptor.client_streaming, descriptor.server_streaming]
+    return kind(behaviour, request_deserializer=None, response_serializer=lambda message: message.SerializeToString())
