@@ -71,7 +71,7 @@ class OutputFormats:
         )
 
     def check(self, call: ChatCall) -> None:
-        """Raises RequestError for tools whose calls could not be read."""
+        """Raises RequestError for tools whose calls could not be told from text."""
         if call.tool_names and self.tool is None:
             raise RequestError("tools", "are not available: how this model calls them is not known")
 

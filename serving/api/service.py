@@ -194,11 +194,7 @@ class Service:
         return self._known_model(parse_completion(body, self.config, self._defaults))
 
     def parse_chat(self, body: object) -> ChatCall:
-        call = self._known_model(parse_chat(body, self.config, self._defaults))
-        self._formats.check(call)
-        if self._formats.needs_special_tokens(call):
-            call = dataclasses.replace(call, params=dataclasses.replace(call.params, skip_special_tokens=False))
-        return call
+        return self._known_model(parse_chat(body, self.config, self._defaults))
 
     def parse_tokenize(self, body: object) -> TokenizeCall:
         return self._known_model(parse_tokenize(body, self.config))
@@ -230,6 +226,9 @@ class Service:
             pool = self._text_pool if call.constraint is None else self._grammar_pool
             checked = await loop.run_in_executor(pool, self._check_prompts, engine, call)
         else:
+            self._formats.check(call)
+            if self._formats.needs_special_tokens(call):
+                call = dataclasses.replace(call, params=dataclasses.replace(call.params, skip_special_tokens=False))
             token_ids = await self._render(call)
             pool = self._text_pool if call.constraint is None and not call.tool_names else self._grammar_pool
             checked = [await loop.run_in_executor(pool, self._check_chat, engine, token_ids, call)]

@@ -43,3 +43,28 @@ def test_keys_are_in_no_printed_form_of_the_config():
     assert "secret" not in text + repr(configs)
     assert "# ServerConfig.api_keys is not shown: 1" in text
     assert load_configs(gin_bindings=[text]).server == dataclasses.replace(configs.server, api_keys=())
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("api_key_tenants", {"api_key_tenants": ("a",)}),
+        ("api_key_tenants", {"api_keys": ("k", "l"), "api_key_tenants": ("a",)}),
+        ("api_key_tenants", {"api_keys": ("k",), "api_key_tenants": ("",)}),
+        ("api_key_tenants", {"api_keys": ("k",), "api_key_tenants": ("x" * 65,)}),
+        ("api_key_tenants", {"api_keys": ("k",), "api_key_tenants": "a"}),
+        ("tenant_header", {"tenant_header": "X Tenant"}),
+        ("tenant_header", {"tenant_header": ""}),
+        ("tenant_header", {"tenant_header": "X-Tenant", "api_keys": ("k",), "api_key_tenants": ("a",)}),
+    ],
+)
+def test_tenants_that_cannot_be_told_are_refused(name, fields):
+    with pytest.raises(ConfigError, match=f"ServerConfig.{name}"):
+        ServerConfig(**fields)
+
+
+def test_operations_are_bound_and_printed_like_the_other_configs():
+    configs = load_configs(gin_bindings=["OperationsConfig.ttft_slo_s = 1.5", "OperationsConfig.json_logs = True"])
+    assert (configs.operations.ttft_slo_s, configs.operations.json_logs) == (1.5, True)
+    assert "OperationsConfig.ttft_slo_s = 1.5" in config_text(configs)
+    assert load_configs(gin_bindings=[config_text(configs)]).operations == configs.operations

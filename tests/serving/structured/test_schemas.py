@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from typing import Any
 
@@ -211,7 +212,8 @@ def test_every_text_that_a_schema_lets_through_is_valid(compiler, random_text, n
     texts = [text for text in (random_text(grammar, rng) for _ in range(12)) if text is not None]
     assert len(texts) >= 6
     for text in texts:
-        validate(SUPPORTED[name], json.loads(text))
+        # RFC 3339 has second 60; rfc3339-validator, which jsonschema asks where it is installed, does not.
+        validate(SUPPORTED[name], json.loads(re.sub(r"(:\d\d):60", r"\1:59", text) if "time" in name else text))
 
 
 @pytest.mark.parametrize(("schema", "part"), REFUSED, ids=[f"{part}-{i}" for i, (_, part) in enumerate(REFUSED)])
