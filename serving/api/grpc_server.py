@@ -163,7 +163,7 @@ class ServingMethods:
 
     async def _run_item(self, request: pb.GenerateBatchRequest, call: Call) -> None:
         async def send(response: pb.GenerateResponse) -> None:
-            await call.send(pb.GenerateBatchResponse(id=request.id, response=response))
+            await call.send_from_task(pb.GenerateBatchResponse(id=request.id, response=response))
 
         try:
             async with _admitted(self._service):
@@ -172,7 +172,7 @@ class ServingMethods:
                     http = pb.HttpResponse(
                         status_code=answer.status_code, request_id=answer.request_id, body=answer.body_bytes()
                     )
-                    await call.send(pb.GenerateBatchResponse(id=request.id, is_last=True, http=http))
+                    await call.send_from_task(pb.GenerateBatchResponse(id=request.id, is_last=True, http=http))
                     return
                 parsed = await self._service.in_text_thread(self._parse, request)
                 await self._run(parsed, send)
@@ -180,7 +180,7 @@ class ServingMethods:
         except Exception as error:
             status: status_pb2.Status = status_of(error)
             last = pb.GenerateBatchResponse(id=request.id, is_last=True, error=status)
-        await call.send(last)
+        await call.send_from_task(last)
 
 
 def _checked_envelope(request: pb.GenerateBatchRequest) -> pb.GenerateBatchRequest:

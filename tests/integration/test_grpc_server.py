@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
 import json
 import math
 import random
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +25,7 @@ from grpc_harness import grpc_server, message_of, refusal, status_verdict, stub
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from http_harness import CONTEXT, Servers, servers, tiny_engine
+from http_harness import CONTEXT, TINY, Servers, servers, tiny_engine
 from smg_grpc_proto import vllm_engine_pb2
 
 from configs.checks import ConfigError
@@ -498,6 +501,25 @@ def test_an_id_in_flight_twice_ends_the_batch(client):
     assert (code, field) == ("INVALID_ARGUMENT", "id")
 
 
+def test_a_batch_that_ends_early_says_why_whatever_waits_to_be_read(target):
+    async def work() -> None:
+        async with grpc.aio.insecure_channel(target, options=[("grpc.http2.bdp_probe", 0)]) as channel:
+            call = ServingStub(channel).GenerateBatch()
+            big = items(2, n=4, max_tokens=90, logprobs=20)
+            slow = items(3, n=32, max_tokens=90)[2]
+            for request in (*big, slow):
+                await call.write(request)
+            await asyncio.sleep(0.3)  # results wait
+            await call.write(slow)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+                raise AssertionError(await call.code())
+            assert refusal(caught.value)[::2] == ("INVALID_ARGUMENT", "id")
+
+    asyncio.run(work())
+
+
 def test_a_batch_whose_client_leaves_stops(client, engine):
     before = engine.stats()["num_output_tokens"]
     stop = threading.Event()
@@ -705,3 +727,15 @@ def test_a_gateway_learns_of_model_server_and_load(vllm, service, engine, tmp_pa
     with pytest.raises(grpc.RpcError) as caught:
         vllm("Embed")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    monkeypatch.setattr(service, "source", f"dummy:{TINY}")
+    assert refused(vllm("GetTokenizer"))[0] == "NOT_FOUND"
+    config = (TINY / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "tokenizer.json").write_bytes(content := random.randbytes(3 * 2**20))
+    monkeypatch.setattr(service, "source", f"dummy:{tmp_path}")
+    chunks = list(vllm("GetTokenizer"))
+    data = b"".join(chunk.data for chunk in chunks)
+    digests = [chunk.sha256 for chunk in chunks]
+    assert len(chunks) > 2 and digests == [""] * (len(chunks) - 1) + [hashlib.sha256(data).hexdigest()]
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.read("tokenizer.json") == content and archive.read("config.json").decode() == config
