@@ -147,8 +147,8 @@ class VllmEngine:
         )
 
     async def _get_loads(self, data: bytes, call: Call) -> pb.GetLoadsResponse:
-        stats = self._service.stats()
         config = self._service.engine.engine.config
+        stats = self._service.stats()
         num_tokens = (int(stats["num_pages"]) - 1) * config.page_size
         load = pb.SchedulerLoad(
             num_running_reqs=int(stats["num_running"]),
