@@ -30,6 +30,7 @@ from smg_grpc_proto import vllm_engine_pb2
 
 from configs.checks import ConfigError
 from configs.server import ServerConfig
+from serving.api import grpc_health
 from serving.api.fields import NoEffect, Only
 from serving.api.grpc_server import GrpcServer
 from serving.api.schema import ENDPOINTS
@@ -309,11 +310,15 @@ def test_json_values_that_are_deep_or_not_finite_are_refused(client):
 
 
 def test_s50_a_message_over_the_limit_is_refused_and_the_server_lives_on(client):
-    for size in (300_000, 4_100_000, 64_000_000):
+    for size in (300_000, 4_100_000, 16_000_000):
         with pytest.raises(grpc.RpcError) as caught:
             list(client.Generate(completion("x" * size, max_tokens=1)))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert answer(client, completion(max_tokens=1)).choices
+    with pytest.raises(grpc.RpcError) as caught:
+        list(client.Generate(completion(max_tokens=1), metadata=(("x-request-id", "x" * 2**20),)))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert answer(client, completion(max_tokens=1)).choices
 
 
 def test_an_answer_over_the_limit_is_an_error_and_not_silence(running, engine):
@@ -546,7 +551,7 @@ def health(channel: grpc.Channel, name: str) -> str:
     return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
 
 
-def test_health_is_alive_from_the_start_and_ready_between_loading_and_draining(running, engine):
+def test_health_is_alive_from_the_start_and_ready_between_loading_and_draining(running, engine, monkeypatch):
     service = Service(ServerConfig(api_keys=("key",)), "tiny")
     name = "serving.v1.Serving"
     with grpc_server(running, service) as target, grpc.insecure_channel(target) as channel:
@@ -564,6 +569,10 @@ def test_health_is_alive_from_the_start_and_ready_between_loading_and_draining(r
         assert (health(channel, ""), health(channel, name)) == ("SERVING", "NOT_SERVING")
         seen.append(next(watch).status)
         assert seen == [2, 1, 2]
+        monkeypatch.setattr(grpc_health, "MAX_WATCHING", 1)
+        again = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name))
+        assert refused_plain(again)[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        watch.cancel()
         with pytest.raises(grpc.RpcError) as caught:
             health(channel, "other")
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
