@@ -106,7 +106,8 @@ class ServerConfig:
         check_bool(self, "grpc_reflection")
         check_float(self, "grpc_keepalive_s", minimum=1.0, maximum=86400.0)
         check_float(self, "grpc_min_ping_s", minimum=0.1, maximum=3600.0)
-        if self.batch_dir is not None and (not isinstance(self.batch_dir, str) or not self.batch_dir.strip("\0 ")):
+        folder = self.batch_dir
+        if folder is not None and (not isinstance(folder, str) or not folder.strip() or "\0" in folder):
             fail(self, "batch_dir", "is no folder")
         check_int(self, "max_batch_in_flight", minimum=1, maximum=2**16)
         check_int(self, "max_batch_lines", minimum=1, maximum=10**6)

@@ -35,11 +35,8 @@ class Call:
         self._service = service
         self._context = context
         self._request_type = request_type
-        self._writing = asyncio.Lock()
-
-    @property
-    def metadata(self) -> Mapping[str, str | bytes]:
-        return dict(self._context.invocation_metadata() or ())
+        self._turn = asyncio.Lock()
+        self._write: asyncio.Future[None] | None = None
 
     async def read[Result](self, data: bytes, convert: Callable[[Any], Result]) -> Result:
         """What `convert` makes of the message in `data`. Raises RequestError."""
@@ -48,14 +45,34 @@ class Call:
         return await self._service.in_text_thread(lambda: convert(parse_message(self._request_type, data)))
 
     async def send(self, message: Message) -> None:
-        """Returns once the client's window has room. Raises GrpcError for a message over the limit."""
+        """Returns once the client's window has room. Raises GrpcError for a message over the limit.
+
+        Not to be cancelled but with the call: gRPC cannot take back what it has begun to write.
+        """
+        self._check_size(message)
+        await self._context.write(message)
+
+    async def send_from_task(self, message: Message) -> None:
+        """`send` for one of many tasks, which may be cancelled: the write is then left to end by itself."""
+        self._check_size(message)
+        async with self._turn:
+            if self._write is not None:
+                await asyncio.shield(self._write)
+            self._write = asyncio.ensure_future(self._context.write(message))
+            self._write.add_done_callback(lambda write: write.cancelled() or write.exception())  # seen, where awaited
+            await asyncio.shield(self._write)
+
+    async def wait_written(self) -> None:
+        """Until nothing is left of what was being written; a status may follow then."""
+        if self._write is not None:
+            await asyncio.wait((self._write,))
+
+    def _check_size(self, message: Message) -> None:
         limit = self._service.config.max_answer_bytes
         if message.ByteSize() > limit:
             raise GrpcError(
                 code_pb2.RESOURCE_EXHAUSTED, f"the answer has {message.ByteSize()} bytes; at most {limit} are sent"
             )
-        async with self._writing:
-            await self._context.write(message)
 
 
 # What a method does with its request, or with its stream of requests: bytes, for `Call.read`. Methods of one answer
@@ -81,16 +98,18 @@ def _handler(descriptor: MethodDescriptor, method: Method | None, service: Servi
 
     async def behaviour(requests: bytes | AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Message | None:
         started_s = time.perf_counter()
+        call = Call(service, context, request_type)
         code = grpc.StatusCode.CANCELLED
         try:
             if method is None:
                 raise GrpcError(code_pb2.UNIMPLEMENTED, f"{name} is not offered here")
-            answer = await method(requests, Call(service, context, request_type))
+            answer = await method(requests, call)
             code = grpc.StatusCode.OK
             return answer
         except Exception as error:
             status = rpc_status.to_status(status_of(error))
             code = status.code
+            await call.wait_written()
             await context.abort(code, status.details, status.trailing_metadata)
             raise  # never reached: abort raises
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from google.protobuf import any_pb2
@@ -43,8 +42,6 @@ def status_of(error: Exception) -> status_pb2.Status:
             return _status(code_pb2.UNAVAILABLE, str(error), *details)
         case GenerationError():
             return _status(code_pb2.INTERNAL, str(error))
-        case asyncio.TimeoutError():
-            return _status(code_pb2.DEADLINE_EXCEEDED, "the deadline has passed")
     logger.error("a call failed through a fault of the server", exc_info=error)
     return _status(code_pb2.INTERNAL, "the server failed; its log says why")
 

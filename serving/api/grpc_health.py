@@ -16,6 +16,7 @@ from serving.api.service import Service
 
 DESCRIPTOR = health_pb2.DESCRIPTOR.services_by_name["Health"]
 WATCH_S = 0.2  # between two looks for those who watch
+MAX_WATCHING = 256  # they need no key
 
 
 class Health:
@@ -23,6 +24,7 @@ class Health:
 
     def __init__(self, service: Service, names: Sequence[str]):
         self._service, self._names = service, frozenset(names)
+        self._num_watching = 0
 
     def methods(self) -> dict[str, Method]:
         return {"Check": self._check, "Watch": self._watch}
@@ -48,10 +50,16 @@ class Health:
 
     async def _watch(self, data: bytes, call: Call) -> None:
         name = await call.read(data, lambda request: request.service)
-        last = None
-        while True:
-            status = self._status(name)
-            if status != last:
-                await call.send(health_pb2.HealthCheckResponse(status=status))
-                last = status
-            await asyncio.sleep(WATCH_S)
+        if self._num_watching >= MAX_WATCHING:
+            raise GrpcError(code_pb2.RESOURCE_EXHAUSTED, f"{MAX_WATCHING} watch already: use Check")
+        self._num_watching += 1
+        try:
+            last = None
+            while True:
+                status = self._status(name)
+                if status != last:
+                    await call.send(health_pb2.HealthCheckResponse(status=status))
+                    last = status
+                await asyncio.sleep(WATCH_S)
+        finally:
+            self._num_watching -= 1

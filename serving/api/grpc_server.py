@@ -163,7 +163,7 @@ class ServingMethods:
 
     async def _run_item(self, request: pb.GenerateBatchRequest, call: Call) -> None:
         async def send(response: pb.GenerateResponse) -> None:
-            await call.send(pb.GenerateBatchResponse(id=request.id, response=response))
+            await call.send_from_task(pb.GenerateBatchResponse(id=request.id, response=response))
 
         try:
             async with _admitted(self._service):
@@ -172,7 +172,7 @@ class ServingMethods:
                     http = pb.HttpResponse(
                         status_code=answer.status_code, request_id=answer.request_id, body=answer.body_bytes()
                     )
-                    await call.send(pb.GenerateBatchResponse(id=request.id, is_last=True, http=http))
+                    await call.send_from_task(pb.GenerateBatchResponse(id=request.id, is_last=True, http=http))
                     return
                 parsed = await self._service.in_text_thread(self._parse, request)
                 await self._run(parsed, send)
@@ -180,7 +180,7 @@ class ServingMethods:
         except Exception as error:
             status: status_pb2.Status = status_of(error)
             last = pb.GenerateBatchResponse(id=request.id, is_last=True, error=status)
-        await call.send(last)
+        await call.send_from_task(last)
 
 
 def _checked_envelope(request: pb.GenerateBatchRequest) -> pb.GenerateBatchRequest:
@@ -213,15 +213,13 @@ async def _reading(requests: AsyncIterator[bytes], room: asyncio.Semaphore) -> A
 @contextlib.asynccontextmanager
 async def _admitted(service: Service) -> AsyncIterator[None]:
     """Admission of an item of a batch, which waits where another call would be refused: nothing more is read."""
-    while True:
-        try:
-            admission = service.admission()
-            admission.__enter__()
-            break
-        except OverloadedError as error:
-            await asyncio.sleep(error.retry_after_s)
     with contextlib.ExitStack() as stack:
-        stack.push(admission)
+        while True:
+            try:
+                stack.enter_context(service.admission())
+                break
+            except OverloadedError as error:
+                await asyncio.sleep(error.retry_after_s)
         yield
 
 
@@ -255,6 +253,7 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 1),  # the socket that has reserved the port is still open at first
         ("grpc.max_receive_message_length", config.max_body_bytes + MESSAGE_OVERHEAD_BYTES),
         ("grpc.max_send_message_length", config.max_answer_bytes + MESSAGE_OVERHEAD_BYTES),
+        ("grpc.max_concurrent_streams", config.max_concurrent_requests + 64),  # of a connection; health has room
         ("grpc.max_metadata_size", config.max_header_bytes),
         ("grpc.absolute_max_metadata_size", config.max_header_bytes),
         ("grpc.keepalive_time_ms", int(1000 * config.grpc_keepalive_s)),

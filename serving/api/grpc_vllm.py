@@ -15,7 +15,7 @@ import io
 import json
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class VllmEngine:
     def __init__(self, service: Service, version: str):
         self._service, self._version = service, version
         self._started_s = time.monotonic()
-        self._running: dict[str, asyncio.Timeout] = {}  # by the gateway's id; made to time out for an abort
+        self._running: dict[str, _Running] = {}  # by the gateway's id
 
     def methods(self) -> dict[str, Method]:
         return {
@@ -67,26 +67,25 @@ class VllmEngine:
             request_id, is_stream, parsed = await call.read(data, self._parse)
             if request_id in self._running:
                 raise RequestError("request_id", f"{request_id!r} is in use by a request that has not finished")
-            generation = await self._service.start(parsed)
-            answer = _Answer(parsed, len(generation.checked[0].token_ids))
-            async with contextlib.AsyncExitStack() as stack:
-                try:
-                    async with asyncio.timeout(None) as scope:
-                        if request_id:
-                            self._running[request_id] = scope
-                            stack.callback(self._running.pop, request_id)
-                        items = await stack.enter_async_context(contextlib.aclosing(generation.deltas()))
-                        async for _, delta, output in items:
-                            if is_stream and delta.new_token_ids:
-                                await call.send(answer.chunk(delta))
-                            if output is not None:
-                                for complete in answer.completes(output):
-                                    await call.send(complete)
-                except TimeoutError:
-                    if not scope.expired():
-                        raise
+            running = _Running()
+            try:
+                if request_id:
+                    self._running[request_id] = running
+                generation = await self._service.start(parsed)
+                answer = _Answer(parsed, len(generation.checked[0].token_ids))
+                async with contextlib.aclosing(generation.deltas()) as items:
+                    async for _, delta, output in running.until_aborted(items):
+                        if is_stream and delta.new_token_ids:
+                            await call.send(answer.chunk(delta))
+                        if output is not None:
+                            for complete in answer.completes(output):
+                                await call.send(complete)
+                if running.is_aborted:
                     for complete in answer.aborted():
                         await call.send(complete)
+            finally:
+                if request_id:
+                    del self._running[request_id]
 
     def _parse(self, request: pb.GenerateRequest) -> tuple[str, bool, CompletionCall]:
         config = self._service.config
@@ -105,9 +104,8 @@ class VllmEngine:
 
     async def _abort(self, data: bytes, call: Call) -> pb.AbortResponse:
         for request_id in await call.read(data, lambda request: list(request.request_ids)):
-            scope = self._running.get(request_id)
-            if scope is not None:
-                scope.reschedule(0)
+            if request_id in self._running:
+                self._running[request_id].abort()
         return pb.AbortResponse()
 
     async def _health_check(self, data: bytes, call: Call) -> pb.HealthCheckResponse:
@@ -149,8 +147,8 @@ class VllmEngine:
         )
 
     async def _get_loads(self, data: bytes, call: Call) -> pb.GetLoadsResponse:
-        stats = self._service.stats()
         config = self._service.engine.engine.config
+        stats = self._service.stats()
         num_tokens = (int(stats["num_pages"]) - 1) * config.page_size
         load = pb.SchedulerLoad(
             num_running_reqs=int(stats["num_running"]),
@@ -195,6 +193,33 @@ def _settings(given: pb.SamplingParams) -> dict[str, Any]:
         elif name not in NO_EFFECT:
             raise RequestError(f"sampling_params.{name}", "is not offered")
     return body
+
+
+class _Running:
+    """A request that may be aborted: while it waits for tokens, never amid a message, which gRPC could not undo."""
+
+    def __init__(self) -> None:
+        self.is_aborted = False
+        self._waiting: asyncio.Timeout | None = None
+
+    def abort(self) -> None:
+        self.is_aborted = True
+        if self._waiting is not None:
+            self._waiting.reschedule(0)
+
+    async def until_aborted[Item](self, items: AsyncIterator[Item]) -> AsyncIterator[Item]:
+        while not self.is_aborted:
+            try:
+                async with asyncio.timeout(None) as self._waiting:
+                    item = await anext(items)
+            except StopAsyncIteration:
+                self.is_aborted = False  # too late
+                return
+            except TimeoutError:
+                return
+            finally:
+                self._waiting = None
+            yield item
 
 
 class _Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -54,7 +55,7 @@ class LineFile:
         written = os.write(self._fd, data)
         if written < len(data):  # the disk is full: what is there of it is cut off again
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-            raise OSError(f"{self.path}: only {written} of {len(data)} bytes could be written")
+            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes could be written", str(self.path))
 
     def close(self) -> None:
         """Wait until the disk has it all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import logging
 import re
 import time
@@ -38,6 +39,8 @@ MAX_OPEN_JOBS = 1000
 MAX_PROBLEMS = 100  # told of one file
 MAX_STARTING = 16  # lines between their turn and their first token: an interactive request waits for no more of them
 POLL_S = 0.01
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_RETRY_S = 5.0  # until a job is tried again that the disk had no room for
 
 
 class BatchTurns:
@@ -55,27 +58,25 @@ class BatchTurns:
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[Callable[[], None]]:
         """Wait for a turn; admits the line. Yields what is to be called at its first token."""
-        async with self._turn:
-            while True:
-                while self._num_starting >= MAX_STARTING or self._must_wait():
-                    await asyncio.sleep(POLL_S)
-                try:
-                    admission = self._service.admission()
-                    admission.__enter__()
-                    break
-                except (OverloadedError, UnavailableError):
-                    await asyncio.sleep(self._service.config.retry_after_s)
-            self._num_starting += 1
-        is_starting = True
+        is_starting = False
 
         def started() -> None:
             nonlocal is_starting
-            if is_starting:
-                is_starting = False
-                self._num_starting -= 1
+            self._num_starting -= is_starting
+            is_starting = False
 
         with contextlib.ExitStack() as stack:
-            stack.push(admission)
+            async with self._turn:
+                while True:
+                    while self._num_starting >= MAX_STARTING or self._must_wait():
+                        await asyncio.sleep(POLL_S)
+                    try:
+                        stack.enter_context(self._service.admission())
+                        break
+                    except (OverloadedError, UnavailableError):
+                        await asyncio.sleep(self._service.config.retry_after_s)
+                is_starting = True
+                self._num_starting += 1
             stack.callback(started)
             yield started
 
@@ -227,10 +228,16 @@ class Jobs:
             job = open_jobs[0]
             try:
                 await self._advance(job)
-            except (OSError, RequestError) as error:  # RequestError: the input has changed since it was validated
-                logger.error("batch %s failed", job.id, exc_info=error)
+            except Exception as error:  # costs this job alone
+                logger.error("batch %s cannot go on", job.id, exc_info=error)
+                if isinstance(error, OSError) and error.errno in FULL:
+                    await asyncio.sleep(FULL_RETRY_S)
+                    continue
                 problem = LineProblem(code="storage_failed", message="its files cannot be used", param=None, line=None)
-                self._save(self.store.job(job.id).with_status("failed", self._now_s(), problems=(problem,)))
+                try:
+                    self._save(self.store.job(job.id).with_status("failed", self._now_s(), problems=(problem,)))
+                except OSError:
+                    await asyncio.sleep(FULL_RETRY_S)
 
     async def _advance(self, job: Job) -> None:
         """Bring a job one state further."""

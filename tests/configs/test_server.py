@@ -22,6 +22,9 @@ from configs.server import ServerConfig
         ({"max_n": 129}, r"max_n must be in \[1, 128\]"),
         ({"drain_grace_s": float("nan")}, "drain_grace_s must be a finite number"),
         ({"max_body_bytes": True}, "max_body_bytes must be an integer"),
+        ({"batch_dir": " "}, "batch_dir=' ' is no folder"),
+        ({"batch_dir": "a\0b"}, "is no folder"),
+        ({"grpc_reflection": 1}, "grpc_reflection must be true or false"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(fields, message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -28,6 +29,8 @@ from serving.__main__ import main
 from serving.api.http_jobs import job_routes
 from serving.api.http_server import build_app
 from serving.api.service import Service
+from serving.jobs import jobs as jobs_module
+from serving.jobs.appending import LineFile
 from serving.jobs.jobs import Jobs
 from serving.jobs.store import Store
 from serving.proto.v1 import serving_pb2 as pb
@@ -470,6 +473,32 @@ def test_one_server_owns_a_folder_and_a_broken_state_is_left_alone(running, engi
         assert list((tmp_path / "files").iterdir()) == []
     with pytest.raises(ConfigError, match="cannot be used"):
         Store(ServerConfig(batch_dir="/proc/nothing"))
+
+
+def test_a_full_disk_holds_a_job_up_and_a_fault_costs_one_job_alone(client, monkeypatch):
+    add, save = LineFile.add, Store.save_job
+    failures = [*(OSError(errno.ENOSPC, "full") for _ in range(2)), *(KeyError("a fault of ours") for _ in range(2))]
+
+    def failing(file: LineFile, data: bytes) -> None:
+        if failures and b'"r3"' in data:
+            raise failures.pop(0)
+        add(file, data)
+
+    def failing_save(store: Store, job: Any) -> None:
+        if job.status == "failed" and saves:
+            raise saves.pop()
+        save(store, job)
+
+    saves = [OSError(errno.ENOSPC, "full")]
+    monkeypatch.setattr(jobs_module, "FULL_RETRY_S", 0.01)
+    monkeypatch.setattr(LineFile, "add", failing)
+    monkeypatch.setattr(Store, "save_job", failing_save)
+    batch = ended(client, create(client, *(line(f"r{i}") for i in range(6))))
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "storage_failed")
+    assert failures == [] and saves == []
+    batch = ended(client, create(client, *(line(f"r{i}") for i in range(6))))
+    assert (batch.status, batch.request_counts.completed) == ("completed", 6)
+    assert len(results(client, batch.output_file_id)) == 6
 
 
 FLAGS = ["--dtype=float32", "--max_num_seqs=2", "--prefill_token_buckets=32", "--num_pages=200", "--max_decode_steps=1"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
 import json
 import math
 import random
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,11 +25,12 @@ from grpc_harness import grpc_server, message_of, refusal, status_verdict, stub
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from http_harness import CONTEXT, Servers, servers, tiny_engine
+from http_harness import CONTEXT, TINY, Servers, servers, tiny_engine
 from smg_grpc_proto import vllm_engine_pb2
 
 from configs.checks import ConfigError
 from configs.server import ServerConfig
+from serving.api import grpc_health
 from serving.api.fields import NoEffect, Only
 from serving.api.grpc_server import GrpcServer
 from serving.api.schema import ENDPOINTS
@@ -306,11 +310,15 @@ def test_json_values_that_are_deep_or_not_finite_are_refused(client):
 
 
 def test_s50_a_message_over_the_limit_is_refused_and_the_server_lives_on(client):
-    for size in (300_000, 4_100_000, 64_000_000):
+    for size in (300_000, 4_100_000, 16_000_000):
         with pytest.raises(grpc.RpcError) as caught:
             list(client.Generate(completion("x" * size, max_tokens=1)))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert answer(client, completion(max_tokens=1)).choices
+    with pytest.raises(grpc.RpcError) as caught:
+        list(client.Generate(completion(max_tokens=1), metadata=(("x-request-id", "x" * 2**20),)))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert answer(client, completion(max_tokens=1)).choices
 
 
 def test_an_answer_over_the_limit_is_an_error_and_not_silence(running, engine):
@@ -458,36 +466,38 @@ def test_a_batch_answers_every_request_by_its_id_and_runs_a_bounded_number(clien
     assert 1 < max(in_flight) <= CONFIG.max_batch_in_flight
 
 
-def test_a_batch_stops_reading_while_its_results_are_not_taken(target, service):
-    """Results of one window are more than fits between two sides that do not read."""
+def test_a_batch_stops_reading_while_its_results_are_not_taken(target, service, engine):
+    """Both ways more is sent than fits between two sides that do not read."""
+    large = completion([1], max_tokens=64, logprobs=20, n=4, banned_token_ids=[300] * 60_000)
 
-    async def work() -> int:
+    async def work() -> None:
         options = [("grpc.http2.bdp_probe", 0)]
         num_written = 0
 
         async def write(call: Any) -> None:
             nonlocal num_written
-            for item in items(200, max_tokens=64, logprobs=20, n=4):
-                await call.write(item)
+            for i in range(300):
+                await call.write(pb.GenerateBatchRequest(id=str(i), completion=large.completion))
                 num_written += 1
             await call.done_writing()
 
         async with grpc.aio.insecure_channel(target, options=options) as channel:
             call = ServingStub(channel).GenerateBatch()
             writing = asyncio.ensure_future(write(call))
-            ids = [(await call.read()).id]
-            for _ in range(10):
-                await asyncio.sleep(0.2)
-                assert service.num_in_flight <= CONFIG.max_batch_in_flight
-            held = service.num_in_flight, num_written
-            await asyncio.sleep(0.3)
-            assert (service.num_in_flight, num_written) == held  # it stands still
+            await call.read()
+            stood_still, seen = 0, (0, 0)
+            while stood_still < 5:
+                await asyncio.sleep(0.1)
+                now = (service.num_in_flight, num_written)
+                assert now[0] <= CONFIG.max_batch_in_flight
+                stood_still = stood_still + 1 if now == seen and not engine.engine.has_work() else 0
+                seen = now
             call.cancel()
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
-            return len(ids)
+            assert seen[0] > 0 and num_written < 300
 
-    assert asyncio.run(work()) == 1
+    asyncio.run(work())
 
 
 def test_an_id_in_flight_twice_ends_the_batch(client):
@@ -496,6 +506,25 @@ def test_an_id_in_flight_twice_ends_the_batch(client):
     assert (code, field) == ("INVALID_ARGUMENT", "id") and "in flight" in text
     code, _, field = refused(client.GenerateBatch(iter([pb.GenerateBatchRequest()])))
     assert (code, field) == ("INVALID_ARGUMENT", "id")
+
+
+def test_a_batch_that_ends_early_says_why_whatever_waits_to_be_read(target):
+    async def work() -> None:
+        async with grpc.aio.insecure_channel(target, options=[("grpc.http2.bdp_probe", 0)]) as channel:
+            call = ServingStub(channel).GenerateBatch()
+            big = items(2, n=4, max_tokens=90, logprobs=20)
+            slow = items(3, n=32, max_tokens=90)[2]
+            for request in (*big, slow):
+                await call.write(request)
+            await asyncio.sleep(0.3)  # results wait
+            await call.write(slow)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+                raise AssertionError(await call.code())
+            assert refusal(caught.value)[::2] == ("INVALID_ARGUMENT", "id")
+
+    asyncio.run(work())
 
 
 def test_a_batch_whose_client_leaves_stops(client, engine):
@@ -524,7 +553,7 @@ def health(channel: grpc.Channel, name: str) -> str:
     return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
 
 
-def test_health_is_alive_from_the_start_and_ready_between_loading_and_draining(running, engine):
+def test_health_is_alive_from_the_start_and_ready_between_loading_and_draining(running, engine, monkeypatch):
     service = Service(ServerConfig(api_keys=("key",)), "tiny")
     name = "serving.v1.Serving"
     with grpc_server(running, service) as target, grpc.insecure_channel(target) as channel:
@@ -542,6 +571,10 @@ def test_health_is_alive_from_the_start_and_ready_between_loading_and_draining(r
         assert (health(channel, ""), health(channel, name)) == ("SERVING", "NOT_SERVING")
         seen.append(next(watch).status)
         assert seen == [2, 1, 2]
+        monkeypatch.setattr(grpc_health, "MAX_WATCHING", 1)
+        again = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name))
+        assert refused_plain(again)[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        watch.cancel()
         with pytest.raises(grpc.RpcError) as caught:
             health(channel, "other")
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -705,3 +738,15 @@ def test_a_gateway_learns_of_model_server_and_load(vllm, service, engine, tmp_pa
     with pytest.raises(grpc.RpcError) as caught:
         vllm("Embed")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    monkeypatch.setattr(service, "source", f"dummy:{TINY}")
+    assert refused(vllm("GetTokenizer"))[0] == "NOT_FOUND"
+    config = (TINY / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "tokenizer.json").write_bytes(content := random.randbytes(3 * 2**20))
+    monkeypatch.setattr(service, "source", f"dummy:{tmp_path}")
+    chunks = list(vllm("GetTokenizer"))
+    data = b"".join(chunk.data for chunk in chunks)
+    digests = [chunk.sha256 for chunk in chunks]
+    assert len(chunks) > 2 and digests == [""] * (len(chunks) - 1) + [hashlib.sha256(data).hexdigest()]
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.read("tokenizer.json") == content and archive.read("config.json").decode() == config

@@ -12,8 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serving.__main__ import main
 
@@ -38,6 +40,13 @@ def serving(port: int, *flags: str, log: Path | None = None) -> Iterator[subproc
     finally:
         process.kill()
         process.communicate()
+
+
+def health(port: int, name: str) -> str:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        request = health_pb2.HealthCheckRequest(service=name)
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True, timeout=30)
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
 
 async def started_stream(client: httpx.AsyncClient, n: int, text: list[str]) -> None:
@@ -70,8 +79,8 @@ async def drained(port: int, process: subprocess.Popen[str], *, n: int, num_sign
 
 
 def test_s46_s47_loading_is_said_ready_is_said_and_a_signal_lets_requests_end(tmp_path):
-    port, log = free_port(), tmp_path / "log"
-    flags = ("--served_model_name=m", "--json_logs=true")
+    port, grpc_port, log = free_port(), free_port(), tmp_path / "log"
+    flags = ("--served_model_name=m", "--json_logs=true", f"--grpc_port={grpc_port}")
     with serving(port, *flags, log=log) as process, httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
         while True:
             with contextlib.suppress(httpx.ConnectError):
@@ -79,11 +88,14 @@ def test_s46_s47_loading_is_said_ready_is_said_and_a_signal_lets_requests_end(tm
                 break
         assert client.get("/readyz").status_code == 503
         assert client.post("/v1/completions", json=LONG).status_code == 503
+        assert (health(grpc_port, ""), health(grpc_port, "serving.v1.Serving")) == ("SERVING", "NOT_SERVING")
         line = process.stdout.readline()
-        assert line.startswith("headrace: m is ready after ") and line.endswith(f"http://127.0.0.1:{port}\n")
+        assert line.startswith("headrace: m is ready after ")
+        assert line.endswith(f"http://127.0.0.1:{port}, grpc://127.0.0.1:{grpc_port}\n")
         assert client.get("/readyz").status_code == 200
         assert 'headrace_ready{engine="0",model_name="m"} 1.0' in client.get("/metrics").text
         assert client.get("/status.json").json()["state"] == "ready"
+        assert health(grpc_port, "serving.v1.Serving") == "SERVING"
         client.close()
         *_, end, done = asyncio.run(drained(port, process, n=1, num_signals=1))
         assert json.loads(end)["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
@@ -121,7 +133,8 @@ def test_what_cannot_be_served_is_refused_in_one_line(capsys):
         for flags, message in (
             ([f"--port={port}"], f"cannot listen on 127.0.0.1:{port}: Address already in use"),
             (["--host=no.such.host.invalid"], "cannot listen on no.such.host.invalid:8000"),
-            (["--port=0", "--grpc_port=0"], "gRPC is not available"),
+            (["--port=0", f"--grpc_port={port}"], f"cannot listen on 127.0.0.1:{port}"),
+            (["--port=0", "--batch_dir=/proc/nothing"], "ServerConfig.batch_dir='/proc/nothing' cannot be used"),
             (["--port=70000"], "ServerConfig.port must be in [0, 65535]"),
             (["--api_key=a b"], "ServerConfig.api_keys[0] must be visible ASCII characters"),
             (["--port=0", "--tensor_parallel_size=3"], "3"),
