@@ -160,6 +160,7 @@ class Service:
         if reason is not None and self._operations is not None:
             self._operations.metrics.count_refusal(reason)
 
+    @property
     def default_fields(self) -> dict[str, Any]:
         """The model's own sampling fields, for requests that do not give them."""
         return dict(self._defaults)
