@@ -272,7 +272,8 @@ def test_s67_a_batch_gives_the_same_verdicts_as_http_for_any_json(client, http):
         if theirs.headers["content-type"].startswith("text/event-stream"):
             assert mine["error"]["param"] == "stream"
         elif theirs.status_code == 200:
-            assert ours.http.status_code == 200 and mine["usage"] == theirs.json()["usage"]
+            assert ours.http.status_code == 200
+            assert mine["usage"]["prompt_tokens"] == theirs.json()["usage"]["prompt_tokens"]
         else:
             assert (ours.http.status_code, mine) == (theirs.status_code, theirs.json()), body
 
