@@ -15,7 +15,7 @@ export PIP_NO_INPUT := 1
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo       install, and answer eight chats with a small real model on this machine"
+	@echo "make demo       install, and serve a small real model: a chat over HTTP, 16 over gRPC"
 	@echo "make test       install with the developers' tools, lint, and run every test"
 	@echo "make lint       ruff, mypy and the import rules alone"
 	@echo "make aot        compile kernels and whole programs for H200 and TPUs, which need not be there (in $(AOT_VENV))"
@@ -26,8 +26,7 @@ help:
 	@echo "make clean      remove caches and built files; remove the .venv folders by hand to install anew"
 
 demo: $(VENV)/.stamp-run $(VENV)/.stamp-demo-model
-	$(BIN)/headrace generate --gin_file=runs/demo.gin --prompts_file=configs/runs/demo_prompts.jsonl \
-	  --temperature=0 --print_stats
+	$(BIN)/python -m serving.cli.demo --gin_file=runs/demo.gin --prompts_file=configs/runs/demo_prompts.jsonl
 
 test: lint $(VENV)/.stamp-demo-model
 	$(BIN)/pytest -n 2 $(PYTEST_ARGS)
@@ -70,7 +69,7 @@ $(BIN)/python $(AOT_VENV)/bin/python $(PROTO_VENV)/bin/python:
 	echo "       found $$(python3 --version 2>&1). Name another one with: make PYTHON=/path/to/python" >&2; exit 1
 
 $(VENV)/.stamp-run: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable '.[serve]'
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml | $(BIN)/python

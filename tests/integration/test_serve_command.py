@@ -97,7 +97,7 @@ def test_s46_s47_loading_is_said_ready_is_said_and_a_signal_lets_requests_end(tm
         assert client.get("/status.json").json()["state"] == "ready"
         assert health(grpc_port, "serving.v1.Serving") == "SERVING"
         client.close()
-        *_, end, done = asyncio.run(drained(port, process, n=1, num_signals=1))
+        *_, end, done = asyncio.run(drained(port, process, n=6, num_signals=1))
         assert json.loads(end)["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
         assert process.wait(timeout=60) == 0
         assert process.stdout.read() == ""
