@@ -79,7 +79,8 @@ def to_grammar(kind: str, value: str) -> str:
         schema = json.loads(value) if kind == "json_schema" else {"type": "object"}
         if isinstance(schema, bool):  # options go into an object
             schema = {"anyOf": [schema]}
-        return NO_FORCING + _with_options(f"start: %json {json.dumps(schema)}")
+        text = json.dumps(schema).replace("%", r"\u0025")  # "%json {" may be in a string of it
+        return NO_FORCING + _with_options(f"start: %json {text}")
     if kind == "grammar":
         return NO_FORCING + _with_options(any_to_lark(value))
     pattern = value if kind == "regex" else "|".join(map(_literal, json.loads(value)))
@@ -132,6 +133,11 @@ def _reason(error: str, kind: str) -> str:
         return f"line {int(match[1]) - NO_FORCING.count(chr(10))}: " if kind == "grammar" else ""
 
     reason = re.sub(r"^(?:at )?(\d+)\(\d+\): ", place, re.split(r"\n<|\n +1 \| ", error, maxsplit=1)[0].strip())
+    if "oneOf constraints are not supported" in reason:  # it goes on to recommend an option of its own
+        return "oneOf is supported only where it is plain that no value matches two of its schemas: use anyOf"
+    if "Regex is empty" in reason:
+        return "pattern, format, minLength and maxLength together allow no text"
+    reason = re.sub(r"(Resource|Anchor|Pointer) '", r"$ref: \1 '", reason)
     return "matches no text that ends" if reason.startswith("NoExtensionBias") else reason
 
 
