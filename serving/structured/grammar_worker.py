@@ -126,6 +126,15 @@ def try_grammar(tokenizer: Any, kind: str, value: str, eos_token_ids: list[int])
     return {"grammar": grammar, "num_bytes": max(_resident_bytes() - before_bytes, 0) + len(grammar)}
 
 
+# Where llguidance's message does not name the keyword.
+_KEYWORDS = (
+    (r"(?=Resource '|Anchor '|Pointer '|circular references )", "$ref: "),
+    (r"patternProperty regexes", "patternProperties: regexes"),
+    (r"(?=regex parse error|lookarounds not supported)", "pattern: "),
+    (r"anyOf is empty", "anyOf or enum is empty"),
+)
+
+
 def _reason(error: str, kind: str) -> str:
     """llguidance's message without its state and its excerpt, and places only in a grammar that the client wrote."""
 
@@ -137,7 +146,8 @@ def _reason(error: str, kind: str) -> str:
         return "oneOf is supported only where it is plain that no value matches two of its schemas: use anyOf"
     if "Regex is empty" in reason:
         return "pattern, format, minLength and maxLength together allow no text"
-    reason = re.sub(r"(Resource|Anchor|Pointer) '", r"$ref: \1 '", reason)
+    for found, named in _KEYWORDS:
+        reason = re.sub(found, named, reason, count=1)
     return "matches no text that ends" if reason.startswith("NoExtensionBias") else reason
 
 

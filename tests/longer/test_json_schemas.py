@@ -124,8 +124,9 @@ def test_an_engine_at_temperature_1_writes_valid_texts(draw):
         completion = output.outputs[0]
         counts[completion.finish_reason] += 1
         if completion.finish_reason is FinishReason.STOP:
+            text = completion.text.removesuffix("\x07")  # token 7 ends a sequence here, and is a byte as well
             try:
-                validator_of(record["schema"]).validate(exact(completion.text))
+                validator_of(record["schema"]).validate(exact(text))
             except (ValueError, jsonschema.ValidationError) as error:
                 faults.append((record["name"], completion.text, str(error)[:300]))
         elif completion.finish_reason is not FinishReason.LENGTH:
