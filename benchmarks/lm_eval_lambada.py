@@ -15,7 +15,7 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 TASK = {
     "task": "lambada_local",
@@ -42,7 +42,7 @@ def evaluate(url: str, passages: Path, num_passages: int, out: Path) -> None:
     class ServerTokenizer(RemoteTokenizer):
         """Over /tokenize alone: lm-eval would ask /tokenizer_info for an end of sequence, which this task does not need."""
 
-        tokenizer_info: dict[str, Any] = {}
+        tokenizer_info: ClassVar[dict[str, Any]] = {}
 
         def _validate_server(self) -> None:
             pass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from serving.request import RequestError, shown
 from serving.structured.grammar_worker import JSON_IN_GRAMMAR
@@ -132,7 +132,7 @@ def _refuse_exclusive(field: str, value: float) -> None:
     raise RequestError(field, f"{shown(value)} is not supported with another bound less than 1 away")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
