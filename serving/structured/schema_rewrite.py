@@ -41,7 +41,8 @@ def _rewrite_schema(schema: Any) -> str:
     for _, inner in list(subschemas("", schema)):
         if isinstance(inner, dict):
             _rewrite_keywords(inner)
-    return json.dumps(schema).replace("%", r"\u0025")  # which no grammar then takes for its own
+    # No text of a schema may be taken for a %json or a ::= of the grammar around it.
+    return json.dumps(schema).replace("%", r"\u0025").replace("=", r"\u003d")
 
 
 def _rewrite_keywords(schema: dict[str, Any]) -> None:
