@@ -79,7 +79,7 @@ def to_grammar(kind: str, value: str) -> str:
         schema = json.loads(value) if kind == "json_schema" else {"type": "object"}
         if isinstance(schema, bool):  # options go into an object
             schema = {"anyOf": [schema]}
-        text = json.dumps(schema).replace("%", r"\u0025")  # "%json {" may be in a string of it
+        text = json.dumps(schema).replace("%", r"\u0025")  # a "%json {" in a string of it is none of the grammar's
         return NO_FORCING + _with_options(f"start: %json {text}")
     if kind == "grammar":
         return NO_FORCING + _with_options(any_to_lark(value))

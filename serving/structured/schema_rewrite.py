@@ -41,8 +41,7 @@ def _rewrite_schema(schema: Any) -> str:
     for _, inner in list(subschemas("", schema)):
         if isinstance(inner, dict):
             _rewrite_keywords(inner)
-    # No text of a schema may be taken for a %json or a ::= of the grammar around it.
-    return json.dumps(schema).replace("%", r"\u0025").replace("=", r"\u003d")
+    return json.dumps(schema).replace("%", r"\u0025")  # a "%json {" in a string of it is none of the grammar's
 
 
 def _rewrite_keywords(schema: dict[str, Any]) -> None:
