@@ -47,7 +47,7 @@ def evaluate(url: str, passages: Path, num_passages: int, out: Path) -> None:
         def _validate_server(self) -> None:
             pass
 
-    records: list[dict[str, Any]] = []
+    out.write_text("")
 
     class Completions(LocalCompletionsAPI):
         @staticmethod
@@ -55,9 +55,9 @@ def evaluate(url: str, passages: Path, num_passages: int, out: Path) -> None:
             scores: list[tuple[float, bool]] = LocalCompletionsAPI.parse_logprobs(outputs, tokens, ctxlens)
             (choice,), (token_ids,), (num_context,), ((_, is_greedy),) = outputs[0]["choices"], tokens, ctxlens, scores
             logprobs = choice["logprobs"]["token_logprobs"][1 : len(token_ids)]
-            records.append(
-                {"token_ids": token_ids, "num_context": num_context, "logprobs": logprobs, "is_greedy": is_greedy}
-            )
+            record = {"token_ids": token_ids, "num_context": num_context, "logprobs": logprobs, "is_greedy": is_greedy}
+            with open(out, "a") as file:
+                file.write(json.dumps(record) + "\n")
             return scores
 
     name = requests.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"]
@@ -70,7 +70,6 @@ def evaluate(url: str, passages: Path, num_passages: int, out: Path) -> None:
         Path(folder, "lambada_local.yaml").write_text(json.dumps(task))  # JSON is YAML
         tasks = TaskManager(include_path=folder, include_defaults=False)
         results = lm_eval.simple_evaluate(model, tasks=["lambada_local"], task_manager=tasks, bootstrap_iters=0)
-    out.write_text("".join(json.dumps(record) + "\n" for record in records))
     print(json.dumps(results["results"]["lambada_local"], default=str))
 
 
