@@ -31,10 +31,11 @@ _DRAFT_URIS = {
 _NO_KEYWORD = (
     "schema is false",
     "matches no text",
-    "to compile",
+    "takes more than",
     "be compiled in",
     "incompatible types",
     "numbers cannot",
+    *("$ref", "$dynamicAnchor", "format"),  # of a metaschema that the schema names
 )
 _CLOSING = frozenset(b'"]}')
 _MAX_ORDERS = 5000  # of properties, tried for one value
