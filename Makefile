@@ -11,13 +11,14 @@ PACKAGES := serving layers pallas_kernels sharding checkpoints configs
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help demo test lint aot aot-gate proto format notebooks clean
+.PHONY: help demo test lint proofs aot aot-gate proto format notebooks clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       install, and serve a small real model: a chat over HTTP, 16 over gRPC"
 	@echo "make test       install with the developers' tools, lint, and run every test"
 	@echo "make lint       ruff, mypy and the import rules alone"
+	@echo "make proofs     the longer tests, of minutes: JSON schemas of public collections and at random"
 	@echo "make aot        compile kernels and whole programs for H200 and TPUs, which need not be there (in $(AOT_VENV))"
 	@echo "make aot-gate   the short part of it, for H200 alone"
 	@echo "make proto      generate the modules of the gRPC interface anew (in $(PROTO_VENV))"
@@ -36,6 +37,9 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+proofs: $(VENV)/.stamp-dev
+	$(BIN)/pytest tests/longer -n 2 -rP $(PYTEST_ARGS)
 
 aot: $(AOT_VENV)/.stamp-gpu $(AOT_VENV)/.stamp-tpu
 	$(AOT_VENV)/bin/pytest tests/aot -n 2 $(PYTEST_ARGS)

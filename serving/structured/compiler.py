@@ -26,6 +26,7 @@ from serving.request import RequestError, StructuredOutput
 from serving.structured.constraint import Constraint, Grammar, library_call
 from serving.structured.grammar_worker import make_matcher
 from serving.structured.schema_check import check_grammar, check_pattern, check_schema
+from serving.structured.schema_rewrite import rewrite
 from serving.structured.vocabulary import ModelTokenTable, make_library_tokenizer
 from serving.text.render_worker import encode_frame
 from serving.text.tokenizer import Tokenizer
@@ -184,7 +185,7 @@ class GrammarCompiler:
             if worker is None:
                 worker = _Worker(self.limits)
                 worker.ask(vocabulary.for_worker())
-            return worker.ask({"kind": structured.kind, "value": structured.value})
+            return worker.ask({"kind": structured.kind, "value": rewrite(structured.kind, structured.value)})
         except _WorkerError as error:
             raise RequestError("structured", str(error)) from error
         except BaseException:

@@ -79,7 +79,8 @@ def to_grammar(kind: str, value: str) -> str:
         schema = json.loads(value) if kind == "json_schema" else {"type": "object"}
         if isinstance(schema, bool):  # options go into an object
             schema = {"anyOf": [schema]}
-        return NO_FORCING + _with_options(f"start: %json {json.dumps(schema)}")
+        text = json.dumps(schema).replace("%", r"\u0025")  # a "%json {" in a string of it is none of the grammar's
+        return NO_FORCING + _with_options(f"start: %json {text}")
     if kind == "grammar":
         return NO_FORCING + _with_options(any_to_lark(value))
     pattern = value if kind == "regex" else "|".join(map(_literal, json.loads(value)))
@@ -125,6 +126,15 @@ def try_grammar(tokenizer: Any, kind: str, value: str, eos_token_ids: list[int])
     return {"grammar": grammar, "num_bytes": max(_resident_bytes() - before_bytes, 0) + len(grammar)}
 
 
+# Where llguidance's message does not name the keyword.
+_KEYWORDS = (
+    (r"(?=Resource '|Anchor '|Pointer '|circular references )", "$ref: "),
+    (r"patternProperty regexes", "patternProperties: regexes"),
+    (r"(?=regex parse error|lookarounds not supported)", "pattern: "),
+    (r"anyOf is empty", "anyOf or enum is empty"),
+)
+
+
 def _reason(error: str, kind: str) -> str:
     """llguidance's message without its state and its excerpt, and places only in a grammar that the client wrote."""
 
@@ -132,6 +142,12 @@ def _reason(error: str, kind: str) -> str:
         return f"line {int(match[1]) - NO_FORCING.count(chr(10))}: " if kind == "grammar" else ""
 
     reason = re.sub(r"^(?:at )?(\d+)\(\d+\): ", place, re.split(r"\n<|\n +1 \| ", error, maxsplit=1)[0].strip())
+    if "oneOf constraints are not supported" in reason:  # it goes on to recommend an option of its own
+        return "oneOf is supported only where it is plain that no value matches two of its schemas: use anyOf"
+    if "Regex is empty" in reason:
+        return "pattern, format, minLength and maxLength together allow no text"
+    for found, named in _KEYWORDS:
+        reason = re.sub(found, named, reason, count=1)
     return "matches no text that ends" if reason.startswith("NoExtensionBias") else reason
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeGuard
 
 from serving.request import RequestError, shown
 from serving.structured.grammar_worker import JSON_IN_GRAMMAR
@@ -29,23 +30,53 @@ _ANNOTATIONS = {
     "readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema", "discriminator",
 }  # fmt: skip
 _WITH_NUMBERS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+# A class up to its end as ECMA 262 has it, or an escape outside of one.
+_CLASS = re.compile(r"\\.|\[\^?(?P<inside>(?:\\.|[^\\\]])*)\]?", re.DOTALL)
+_CLASS_OPERATION = re.compile(r"\[|&&|--|~~")
 _GRAMMAR_OPTIONS = re.compile(r"%llguidance(?!\s*\{\s*\})")
 _RULE_OPTION = re.compile(r"\[[^\[\]\"\n]*\b(temperature|stop)\s*=")
+_OLD_DRAFT = re.compile(r"draft-0[3-7]\b")
 _REPETITION = re.compile(r"[*+?]|\{\d+(,\d*)?\}")
 
 
 def check_schema(field: str, schema: Any) -> None:
     """Refuse by name every keyword of a schema (plain JSON) that would not be enforced. Raises RequestError."""
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict):
-        raise RequestError(field, f"must be a schema, an object or a boolean, got {shown(schema)}")
+    schemas = list(subschemas(field, schema))
+    for where, inner in schemas:
+        if isinstance(inner, dict):
+            _check_keywords(where, inner)
+        elif not isinstance(inner, bool):
+            raise RequestError(where, f"must be a schema, an object or a boolean, got {shown(inner)}")
+    _check_together(schema, [(where, inner) for where, inner in schemas if isinstance(inner, dict)])
+
+
+def subschemas(field: str, schema: Any) -> Iterator[tuple[str, Any]]:
+    """The schema and all schemas inside it, each with its place."""
+    yield field, schema
+    for keyword, value in schema.items() if isinstance(schema, dict) else ():
+        where = f"{field}.{keyword[:80]}"
+        if keyword in _SCHEMA_MAPS and isinstance(value, dict):
+            for name, inner in value.items():
+                yield from subschemas(f"{where}.{name[:80]}", inner)
+        elif keyword in _SCHEMA_LISTS and isinstance(value, list):
+            for i, inner in enumerate(value):
+                yield from subschemas(f"{where}[{i}]", inner)
+        elif keyword in _SCHEMA:
+            yield from subschemas(where, value)
+
+
+def _check_keywords(field: str, schema: dict[str, Any]) -> None:
     for keyword, value in schema.items():
         where = f"{field}.{keyword[:80]}"
         if keyword not in _ENFORCED and keyword not in _ANNOTATIONS and not _is_extension(keyword):
             raise RequestError(where, "is not supported in schemas")
         if keyword == "pattern" and isinstance(value, str):
             check_pattern(where, value)
+            _check_classes(where, value)
+        if keyword == "patternProperties" and isinstance(value, dict):
+            for name in value:
+                check_pattern(f"{where}.{name[:80]}", name)
+                _check_classes(f"{where}.{name[:80]}", name)
         if keyword in ("exclusiveMinimum", "exclusiveMaximum"):
             _check_exclusive(where, value, schema)
         if keyword in _WITH_NUMBERS:
@@ -54,16 +85,33 @@ def check_schema(field: str, schema: Any) -> None:
             _check_min_properties(where, value, schema.get("required"))
         if keyword == "additionalItems" and not isinstance(schema.get("items"), list):
             raise RequestError(where, "is supported only beside a list of items: use items beside prefixItems")
-        if keyword in _SCHEMA_MAPS and isinstance(value, dict):
-            for name, inner in value.items():
-                if keyword == "patternProperties":
-                    check_pattern(f"{where}.{name[:80]}", name)
-                check_schema(f"{where}.{name[:80]}", inner)
-        elif keyword in _SCHEMA_LISTS and isinstance(value, list):
-            for i, inner in enumerate(value):
-                check_schema(f"{where}[{i}]", inner)
-        elif keyword in _SCHEMA:
-            check_schema(where, value)
+
+
+def _check_together(root: Any, schemas: list[tuple[str, dict[str, Any]]]) -> None:
+    """Refuse keywords that go wrong together where different schemas hold them."""
+    keywords = {keyword for _, schema in schemas for keyword in schema}
+    if "oneOf" in keywords and _OLD_DRAFT.search(str(root.get("$schema", ""))):
+        for where, schema in schemas:
+            beside = next(
+                (keyword for keyword in schema if keyword in _ENFORCED - {"$ref", "$defs", "definitions"}), None
+            )
+            if "$ref" in schema and beside is not None:
+                # Enforced though the draft ignores it: of two schemas in oneOf more values would match just one.
+                raise RequestError(f"{where}.{beside}", "beside $ref is not supported with oneOf in drafts up to 7")
+    if keywords.isdisjoint(("$ref", "allOf", "anyOf", "oneOf")):
+        return
+    for name, other, sign in (("Minimum", "maximum", 1), ("Maximum", "minimum", -1)):
+        exclusive = f"exclusive{name}"
+        others = [
+            schema[keyword]
+            for _, schema in schemas
+            for keyword in (other, f"exclusive{other.capitalize()}")
+            if _is_number(schema.get(keyword))
+        ]
+        for where, schema in schemas:
+            value = schema.get(exclusive)
+            if _is_number(value) and value == int(value) and any(0 < sign * (bound - value) < 1 for bound in others):
+                _refuse_exclusive(f"{where}.{exclusive}", value)
 
 
 def _is_extension(keyword: str) -> bool:
@@ -76,8 +124,16 @@ def _check_exclusive(field: str, value: Any, schema: dict[str, Any]) -> None:
     bounds = [[schema.get(f"exclusive{name}"), schema.get(name.lower())] for name in ("Minimum", "Maximum")]
     lower, upper = ([bound for bound in pair if isinstance(bound, int | float)] for pair in bounds)
     # Of numbers above 2 and up to 2.5, "2" would be one.
-    if isinstance(value, int | float) and value == int(value) and lower and upper and min(upper) - max(lower) < 1:
-        raise RequestError(field, f"{shown(value)} is not supported with another bound less than 1 away")
+    if _is_number(value) and value == int(value) and lower and upper and min(upper) - max(lower) < 1:
+        _refuse_exclusive(field, value)
+
+
+def _refuse_exclusive(field: str, value: float) -> None:
+    raise RequestError(field, f"{shown(value)} is not supported with another bound less than 1 away")
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_numbers(field: str, value: Any) -> None:
@@ -115,6 +171,19 @@ def check_pattern(field: str, pattern: str) -> None:
             is_quantifier, end = True, repeat.end()
             end += pattern[end : end + 1] == "?"  # not greedy: the same texts match
         was_quantifier, i = is_quantifier, end
+
+
+def _check_classes(field: str, pattern: str) -> None:
+    """Refuse in a class of a schema's pattern what Rust's regex crate reads as an operation on classes, and ECMA 262 as
+    characters."""
+    for match in _CLASS.finditer(pattern):
+        inside = match["inside"]
+        if inside == "":
+            raise RequestError(field, f"has an empty class, which is not supported: {shown(pattern)}")
+        if inside and (operation := _CLASS_OPERATION.search(re.sub(r"\\.", "_", inside, flags=re.DOTALL))):
+            raise RequestError(
+                field, f"has {operation[0]!r} in a class, which is not supported without a backslash: {shown(pattern)}"
+            )
 
 
 def check_grammar(field: str, grammar: str) -> None:

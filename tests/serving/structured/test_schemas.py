@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from json_proofs import accepts
 
 from serving.request import RequestError, StructuredOutput
 
@@ -180,13 +181,30 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "object", "required": "a"}, "required"),
     ({"type": "object", "properties": ["a"]}, "properties"),
     ({"type": "object", "minProperties": 2}, "minProperties"),
-    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
-    ({"enum": []}, "anyOf is empty"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf is supported only where"),
+    ({"enum": []}, "anyOf or enum is empty"),
     ({"enum": "a"}, "enum"),
     ({"anyOf": []}, "anyOf"),
     ({"allOf": [{"type": "integer"}, {"type": "string"}]}, "incompatible types"),
     (False, "false"),
-    ({"$ref": "#/$defs/none"}, "/$defs/none"),
+    ({"$ref": "#/$defs/none"}, "$ref: Pointer '/$defs/none'"),
+    ({"$ref": "#none"}, "$ref: Anchor 'none'"),
+    ({"patternProperties": {"a": {"type": "integer"}, "b": {"type": "null"}}}, "patternProperties"),
+    ({"pattern": "[[:alpha:]]"}, "pattern: has '['"),
+    ({"patternProperties": {"[a&&b]": {}}}, "patternProperties.[a&&b]: has '&&'"),
+    ({"pattern": "x[a-z--b]"}, "pattern: has '--'"),
+    ({"pattern": "[^]"}, "pattern: has an empty class"),
+    ({"type": "string", "format": "date", "maxLength": 9}, "pattern, format, minLength and maxLength"),
+    ({"type": "number", "allOf": [{"exclusiveMinimum": 2}, {"maximum": 2.5}]}, "allOf[0].exclusiveMinimum"),
+    ({"$defs": {"a": {"minimum": 1.5}}, "$ref": "#/$defs/a", "exclusiveMaximum": 2}, "exclusiveMaximum"),
+    (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "$defs": {"text": {"type": "string"}},
+            "oneOf": [{"type": "string"}, {"$ref": "#/$defs/text", "type": "integer"}],
+        },
+        "oneOf[1].type: beside $ref",
+    ),
     ({"$ref": "https://example.com/schema.json"}, "https://example.com/schema.json"),
     ({"$ref": "file:///etc/passwd"}, "file:///etc/passwd"),
     ({"$ref": "#"}, "matches no text"),
@@ -222,6 +240,84 @@ def test_what_would_not_be_enforced_is_refused_by_name(compiler, schema, part):
         with pytest.raises(RequestError) as refused:
             compiler.compile(StructuredOutput.json_schema(schema))
         assert refused.value.field.startswith("structured") and part in str(refused.value)
+
+
+DRAFT7 = "http://json-schema.org/draft-07/schema#"
+HOST = ".".join(["a" * 62] * 4)  # of 251 characters
+
+# schema, values that it accepts, values that it does not
+EXACT: list[tuple[Any, list[Any], list[Any]]] = [
+    (
+        {"type": "string", "format": "date"},
+        ["2024-02-29", "2000-02-29", "0001-12-31", "1999-02-28", "1999-11-30"],
+        [
+            "2023-02-29",
+            "1900-02-29",
+            "2024-02-30",
+            "0000-01-01",
+            "1999-11-31",
+            "1999-13-01",
+            "1999-1-01",
+            "02024-01-01",
+        ],
+    ),
+    (
+        {"format": "time"},
+        ["23:59:59Z", "00:00:00.123z", "12:30:00+23:59", "12:30:00-00:00", 5],
+        ["23:59:60Z", "12:00:60Z", "24:00:00Z", "12:00:00", "12:00Z", "12:00:00+24:00", "12:00:00.Z"],
+    ),
+    (
+        {"format": "date-time", "pattern": "^20", "type": ["string", "null"]},
+        ["2024-02-29T00:00:00Z", "2023-02-28t23:59:59.5-01:00", None],
+        ["1999-01-01T00:00:00Z", "2023-02-29T00:00:00Z", "2024-02-29T00:00:60Z", "2024-02-29 00:00:00Z", 5],
+    ),
+    ({"allOf": [{"format": "time"}], "format": "date"}, [1], ["2024-02-28", "12:00:00Z"]),
+    ({"type": "string", "format": "hostname"}, ["a.b-c.d", f"{HOST}.a"], [f"{HOST}.aa", "a..b", "-a", "a-", "a_b"]),
+    ({"type": "string", "format": "hostname", "maxLength": 3}, ["a.b"], ["a.bc"]),
+    *(
+        (
+            {"$schema": DRAFT7} | {keyword: schema[keyword] for keyword in order},
+            [[1], []],
+            [[1, "a"], [1, True], ["a"]],
+        )
+        for schema in [
+            {
+                "type": "array",
+                "allOf": [{"items": [{"type": "integer"}, {"type": "string"}]}],
+                "items": [{"type": "integer"}],
+                "additionalItems": {"type": "boolean"},
+            }
+        ]
+        for order in (schema, reversed(schema), ("allOf", "additionalItems", "items", "type"))
+    ),
+    ({"enum": ["%json {", "%json {}"]}, ["%json {", "%json {}"], ["%json {x"]),
+    ({"pattern": r"^[\[\]&\-\w]+$"}, ["[&-]a"], ["é", "~"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "valid", "invalid"), EXACT)
+def test_values_on_both_sides_of_a_schema(compiler, schema, valid, invalid):
+    grammar = compiler.compile(StructuredOutput.json_schema(schema))
+    assert [value for value in valid if not accepts(grammar, value)] == []
+    assert [value for value in invalid if accepts(grammar, value)] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"const": "2024-02-29", "format": "date"}, '["2024-02-29"]'),
+        ({"const": "2023-02-29", "format": "date"}, None),
+        ({"const": "100%json {=\na ::= b"}, '["100%json {=\\na ::= b"]'),
+    ],
+)
+def test_a_schema_in_a_grammar_is_the_same_schema(compiler, random_text, schema, expected):
+    text = json.dumps(schema).replace("%", r"\u0025").replace("=", r"\u003d")  # as tool_calls writes it
+    structured = StructuredOutput.grammar(f'start: "[" %json {text} "]"')
+    if expected is None:
+        with pytest.raises(RequestError, match="format"):
+            compiler.compile(structured)
+    else:
+        assert random_text(compiler.compile(structured), random.Random(1)) == expected
 
 
 def test_the_order_of_properties_is_that_of_the_schema(compiler, random_text):
