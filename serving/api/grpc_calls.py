@@ -19,9 +19,12 @@ from google.protobuf.message_factory import GetMessageClass
 from google.rpc import code_pb2
 from grpc_status import rpc_status
 
+from serving.api.errors import refusal_reason
 from serving.api.grpc_errors import GrpcError, status_of
 from serving.api.grpc_messages import parse_message
 from serving.api.service import Service
+from serving.operations.trace_context import parse_trace_context
+from serving.request import DEFAULT_TENANT, RequestContext, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,22 @@ class Call:
         if len(data) <= SMALL_MESSAGE_BYTES:
             return convert(parse_message(self._request_type, data))
         return await self._service.in_text_thread(lambda: convert(parse_message(self._request_type, data)))
+
+    def request_context(self) -> RequestContext:
+        """Whose the call is, and within what span, by its metadata as HTTP's headers say it. Raises RequestError."""
+        config = self._service.config
+        tenant = self._service.keys.tenant_of(metadata_values(self._context, "authorization")) or DEFAULT_TENANT
+        if config.tenant_header is not None:
+            named = metadata_values(self._context, config.tenant_header.lower())
+            if len(named) > 1:
+                raise RequestError("tenant", f"{config.tenant_header} is given more than once")
+            tenant = named[0].decode("latin-1") if named else tenant
+        parents, states = (
+            [value.decode("latin-1") for value in metadata_values(self._context, name)]
+            for name in ("traceparent", "tracestate")
+        )
+        trace = parse_trace_context(parents[0], states) if len(parents) == 1 else None
+        return RequestContext(tenant=tenant, trace=trace)
 
     async def send(self, message: Message) -> None:
         """Returns once the client's window has room. Raises GrpcError for a message over the limit.
@@ -73,6 +92,14 @@ class Call:
             raise GrpcError(
                 code_pb2.RESOURCE_EXHAUSTED, f"the answer has {message.ByteSize()} bytes; at most {limit} are sent"
             )
+
+
+def metadata_values(context: grpc.aio.ServicerContext | grpc.HandlerCallDetails, name: str) -> list[bytes]:
+    """The values of a call's metadata of that name, which is in lower case."""
+    metadata = (
+        context.invocation_metadata if isinstance(context, grpc.HandlerCallDetails) else context.invocation_metadata()
+    )
+    return [value if isinstance(value, bytes) else value.encode() for key, value in metadata or () if key == name]
 
 
 # What a method does with its request, or with its stream of requests: bytes, for `Call.read`. Methods of one answer
@@ -107,6 +134,7 @@ def _handler(descriptor: MethodDescriptor, method: Method | None, service: Servi
             code = grpc.StatusCode.OK
             return answer
         except Exception as error:
+            service.count_refusal(refusal_reason(error))
             status = rpc_status.to_status(status_of(error))
             code = status.code
             await call.wait_written()

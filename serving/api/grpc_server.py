@@ -16,19 +16,18 @@ from google.rpc import status_pb2
 from configs.checks import ConfigError
 from configs.server import ServerConfig
 from serving.api import grpc_health
-from serving.api.errors import OverloadedError
+from serving.api.errors import OverloadedError, refusal_reason
 from serving.api.fields import Text
-from serving.api.grpc_calls import Call, Method, service_handler
+from serving.api.grpc_calls import Call, Method, metadata_values, service_handler
 from serving.api.grpc_errors import status_of
 from serving.api.grpc_jobs import GrpcJobs
 from serving.api.grpc_messages import request_body, response_message
-from serving.api.keys import ApiKeys
 from serving.api.schema import ChatCall, CompletionCall
 from serving.api.service import Service
 from serving.jobs.jobs import Jobs
 from serving.jobs.lines import answer_request
 from serving.proto.v1 import serving_pb2 as pb
-from serving.request import RequestError
+from serving.request import RequestContext, RequestError
 
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Serving"]
 HEALTH_PREFIX = f"/{grpc_health.DESCRIPTOR.full_name}/"  # its methods answer without a key
@@ -50,7 +49,7 @@ class GrpcServer:
     async def serve(self) -> None:
         """Answer until `stop`."""
         service, config = self._service, self._service.config
-        server = grpc.aio.server(interceptors=[_KeyCheck(ApiKeys(config.api_keys))], options=_options(config))
+        server = grpc.aio.server(interceptors=[_KeyCheck(service)], options=_options(config))
         handlers = [service_handler(DESCRIPTOR, ServingMethods(service, self._jobs).methods(), service)]
         names = [DESCRIPTOR.full_name]
         if importlib.util.find_spec("smg_grpc_proto") is not None:
@@ -107,7 +106,7 @@ class ServingMethods:
     async def _generate(self, data: bytes, call: Call) -> None:
         with self._service.admission():
             parsed = await call.read(data, self._parse)
-            await self._run(parsed, call.send)
+            await self._run(parsed, call.request_context(), call.send)
 
     def _parse(self, request: pb.GenerateRequest | pb.GenerateBatchRequest) -> CompletionCall | ChatCall:
         kind = request.WhichOneof("request")
@@ -118,9 +117,12 @@ class ServingMethods:
         raise RequestError("request", "is missing: give one of its kinds")
 
     async def _run(
-        self, parsed: CompletionCall | ChatCall, send: Callable[[pb.GenerateResponse], Awaitable[None]]
+        self,
+        parsed: CompletionCall | ChatCall,
+        context: RequestContext,
+        send: Callable[[pb.GenerateResponse], Awaitable[None]],
     ) -> None:
-        generation = await self._service.start(parsed)
+        generation = await self._service.start(parsed, context)
         if parsed.stream is None:
             await send(response_message(await generation.whole()))
             return
@@ -143,11 +145,12 @@ class ServingMethods:
     async def _generate_batch(self, requests: AsyncIterator[bytes], call: Call) -> None:
         """No more is read while as much as may be is in flight, results that wait for their reader included."""
         room = asyncio.Semaphore(self._service.config.max_batch_in_flight)
+        context = call.request_context()
         ids: set[str] = set()
 
         async def work(request: pb.GenerateBatchRequest) -> None:
             try:
-                await self._run_item(request, call)
+                await self._run_item(request, context, call)
             finally:
                 ids.discard(request.id)
                 room.release()
@@ -161,23 +164,24 @@ class ServingMethods:
                 ids.add(request.id)
                 group.create_task(work(request))
 
-    async def _run_item(self, request: pb.GenerateBatchRequest, call: Call) -> None:
+    async def _run_item(self, request: pb.GenerateBatchRequest, context: RequestContext, call: Call) -> None:
         async def send(response: pb.GenerateResponse) -> None:
             await call.send_from_task(pb.GenerateBatchResponse(id=request.id, response=response))
 
         try:
             async with _admitted(self._service):
                 if request.WhichOneof("request") == "http":
-                    answer = await answer_request(self._service, request.http.url, request.http.body)
+                    answer = await answer_request(self._service, request.http.url, request.http.body, context=context)
                     http = pb.HttpResponse(
                         status_code=answer.status_code, request_id=answer.request_id, body=answer.body_bytes()
                     )
                     await call.send_from_task(pb.GenerateBatchResponse(id=request.id, is_last=True, http=http))
                     return
                 parsed = await self._service.in_text_thread(self._parse, request)
-                await self._run(parsed, send)
+                await self._run(parsed, context, send)
             last = pb.GenerateBatchResponse(id=request.id, is_last=True)
         except Exception as error:
+            self._service.count_refusal(refusal_reason(error))
             status: status_pb2.Status = status_of(error)
             last = pb.GenerateBatchResponse(id=request.id, is_last=True, error=status)
         await call.send_from_task(last)
@@ -226,20 +230,17 @@ async def _admitted(service: Service) -> AsyncIterator[None]:
 class _KeyCheck(grpc.aio.ServerInterceptor):
     """Every method but those of health needs a key, known or not."""
 
-    def __init__(self, keys: ApiKeys):
-        self._keys = keys
+    def __init__(self, service: Service):
+        self._service = service
         self._refusal = grpc.stream_stream_rpc_method_handler(_refuse)  # answers before anything is read
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         if not handler_call_details.method.startswith(HEALTH_PREFIX):
-            given = [
-                value if isinstance(value, bytes) else value.encode()
-                for key, value in handler_call_details.invocation_metadata
-                if key == "authorization"
-            ]
-            if self._keys.tenant_of(given) is None:
+            given = metadata_values(handler_call_details, "authorization")
+            if self._service.keys.tenant_of(given) is None:
+                self._service.count_refusal("unauthorized")
                 return self._refusal
         return await continuation(handler_call_details)
 

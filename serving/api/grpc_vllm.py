@@ -71,7 +71,7 @@ class VllmEngine:
             try:
                 if request_id:
                     self._running[request_id] = running
-                generation = await self._service.start(parsed)
+                generation = await self._service.start(parsed, call.request_context())
                 answer = _Answer(parsed, len(generation.checked[0].token_ids))
                 async with contextlib.aclosing(generation.deltas()) as items:
                     async for _, delta, output in running.until_aborted(items):

@@ -53,6 +53,7 @@ class FrontDoor:
         app: ASGIApp,
         config: ServerConfig,
         *,
+        keys: ApiKeys,
         pages: Mapping[bytes, Callable[[int], Response]],
         count_refusal: Callable[[str | None], None],
     ):
@@ -61,7 +62,7 @@ class FrontDoor:
         self._pages = pages
         self._count_refusal = count_refusal
         self._tenant_header = config.tenant_header.lower().encode() if config.tenant_header is not None else None
-        self._keys = ApiKeys(config.api_keys, config.api_key_tenants)
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
@@ -129,7 +130,8 @@ class FrontDoor:
         tenant = self._keys.tenant_of(header_values(scope, b"authorization"))
         if tenant is None:
             return False
-        info.tenant = tenant
+        if self._config.api_key_tenants:  # else a header may have named it
+            info.tenant = tenant
         return True
 
     def _read_headers(self, scope: Scope) -> tuple[RequestInfo, Exception | None]:

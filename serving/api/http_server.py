@@ -304,6 +304,7 @@ def _app(routes: Sequence[BaseRoute], service: Service, pages: Mapping[str, Call
     return FrontDoor(
         app,
         service.config,
+        keys=service.keys,
         pages={path.encode(): page for path, page in pages.items()},
         count_refusal=service.count_refusal,
     )

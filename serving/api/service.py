@@ -16,6 +16,7 @@ from configs.server import ServerConfig
 from serving.api.chat_text import OutputFormats, check_formats, prompt_end
 from serving.api.constrained_chat import chat_constraint
 from serving.api.errors import GivenUpError, OverloadedError, UnavailableError, UnknownModelError
+from serving.api.keys import ApiKeys
 from serving.api.output_constraint import constrained, error_of_request
 from serving.api.responses import Answer, ChatAnswer, CompletionAnswer
 from serving.api.schema import (
@@ -60,6 +61,7 @@ class Service:
         self.source = source
         self.model_name = config.served_model_name or source
         self.created_s = int(time.time())
+        self.keys = ApiKeys(config.api_keys, config.api_key_tenants)
         self.num_in_flight = 0
         self._engine: AsyncEngine | None = None
         self._operations: Operations | None = None

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from configs.server import ServerConfig
-from serving.api.errors import UnavailableError
+from serving.api.errors import UnavailableError, refusal_reason
 from serving.api.fields import Text, check_keys
 from serving.api.http_errors import error_body, http_error
 from serving.api.service import Service
 from serving.api.strict_json import decode_object
-from serving.request import RequestError, shown
+from serving.request import RequestContext, RequestError, shown
 
 URLS = ("/v1/completions", "/v1/chat/completions")
 ENVELOPE_BYTES = 4096  # of a line around the body of its request
@@ -135,6 +135,8 @@ async def answer_request(
     url: str,
     body: bytes | dict[str, Any],
     on_first_token: Callable[[], None] = lambda: None,
+    *,
+    context: RequestContext | None = None,
 ) -> LineAnswer:
     """What HTTP would answer. Raises UnavailableError alone: another try may do better."""
     parsers = dict(zip(URLS, (service.parse_completion, service.parse_chat), strict=True))
@@ -150,11 +152,12 @@ async def answer_request(
 
     request_id = f"req-{uuid.uuid4().hex}"
     try:
-        generation = await service.start(await service.in_text_thread(parse))
+        generation = await service.start(await service.in_text_thread(parse), context)
         answer = await generation.whole(on_first_token)
     except UnavailableError:
         raise
     except Exception as error:
+        service.count_refusal(refusal_reason(error))
         known = http_error(error)
         return LineAnswer(status_code=known.status, body=error_body(known), request_id=request_id)
     return LineAnswer(status_code=200, body=answer, request_id=request_id)

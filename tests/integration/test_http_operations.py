@@ -1,4 +1,4 @@
-"""What an operator sees through HTTP: metrics, pages, health of a stuck engine, tenants, traces and the access log."""
+"""What an operator sees through HTTP and gRPC: metrics, pages, health of a stuck engine, tenants, traces and the access log."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import threading
 import time
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import pytest
+from grpc_harness import grpc_server, stub
 from http_harness import Servers, servers, tiny_engine
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -19,6 +21,7 @@ from configs.server import ServerConfig
 from serving.observer import EngineObserver, RequestRecord
 from serving.operations.json_log import JsonFormatter, _TextFormatter
 from serving.operations.operations import Operations
+from serving.proto.v1 import serving_pb2 as pb
 from serving.status import load_page
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -233,3 +236,43 @@ def test_a_trusted_proxy_may_name_the_tenant(running, engine, operations):
             assert response.status_code == 400 and response.json()["error"]["param"] == "tenant"
         twice = client.post(COMPLETIONS, json=body, headers=[("X-Tenant", "a"), ("X-Tenant", "b")])
         assert twice.json()["error"]["param"] == "tenant"
+
+
+def test_tenant_trace_and_refusals_over_grpc_are_those_of_http(running, engine, operations):
+    requests = Requests()
+    engine.engine.observers += (requests,)
+    address, service = running.start_service(KEYED, engine, operations)
+    key = ("authorization", "Bearer key-b")
+    request = pb.GenerateRequest(completion=pb.CompletionRequest(prompt=[pb.Prompt(text="a")], **SHORT))
+    bad = pb.GenerateRequest(completion=pb.CompletionRequest(prompt=[pb.Prompt(text="a")], n=0))
+    with httpx.Client(base_url=address) as http, grpc_server(running, service) as target, stub(target) as client:
+        before = scraped(http)["headrace_requests_refused_total"]
+        list(client.Generate(request, metadata=(key, ("traceparent", TRACE))))
+        items = [
+            pb.GenerateBatchRequest(id="0", completion=request.completion),
+            pb.GenerateBatchRequest(id="1", completion=bad.completion),
+        ]
+        list(client.GenerateBatch(iter(items), metadata=(("authorization", "Bearer key-a"),)))
+        for wrong, metadata in ((bad, (key,)), (request, ())):
+            with pytest.raises(grpc.RpcError):
+                list(client.Generate(wrong, metadata=metadata))
+        after = scraped(http)["headrace_requests_refused_total"]
+    one, two = requests.records
+    assert (one.context.tenant, two.context.tenant) == ("bolt", "acme")
+    assert one.context.trace is not None and one.context.trace.traceparent == TRACE
+    refused = {reason: after[(reason,)] - before.get((reason,), 0) for (reason,) in after}
+    assert refused["invalid"] == 2 and refused["unauthorized"] == 1
+
+
+def test_a_trusted_proxy_may_name_the_tenant_over_grpc(running, engine, operations):
+    requests = Requests()
+    engine.engine.observers += (requests,)
+    _, service = running.start_service(ServerConfig(tenant_header="X-Tenant"), engine, operations)
+    request = pb.GenerateRequest(completion=pb.CompletionRequest(prompt=[pb.Prompt(text="a")], **SHORT))
+    with grpc_server(running, service) as target, stub(target) as client:
+        list(client.Generate(request, metadata=(("x-tenant", "acme corp"),)))
+        assert requests.records[0].context.tenant == "acme corp"
+        for metadata in ((("x-tenant", "x" * 65),), (("x-tenant", "a"), ("x-tenant", "b"))):
+            with pytest.raises(grpc.RpcError) as raised:
+                list(client.Generate(request, metadata=metadata))
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "tenant" in raised.value.details()
