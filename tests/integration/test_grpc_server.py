@@ -443,9 +443,9 @@ def test_a_batch_answers_every_request_by_its_id_and_runs_a_bounded_number(clien
     in_flight: list[int] = []
     start = service.start
 
-    async def counted(call: Any) -> Any:
+    async def counted(*args: Any) -> Any:
         in_flight.append(service.num_in_flight)
-        return await start(call)
+        return await start(*args)
 
     monkeypatch.setattr(service, "start", counted)
     requests = items(40, max_tokens=3, return_token_ids=True)
