@@ -7,9 +7,10 @@ is parsed beside the event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -69,17 +70,20 @@ class Call:
         Not to be cancelled but with the call: gRPC cannot take back what it has begun to write.
         """
         self._check_size(message)
-        await self._context.write(message)
+        with _gone_client_told():
+            await self._context.write(message)
 
     async def send_from_task(self, message: Message) -> None:
         """`send` for one of many tasks, which may be cancelled: the write is then left to end by itself."""
         self._check_size(message)
         async with self._turn:
             if self._write is not None:
-                await asyncio.shield(self._write)
+                with _gone_client_told():
+                    await asyncio.shield(self._write)
             self._write = asyncio.ensure_future(self._context.write(message))
             self._write.add_done_callback(lambda write: write.cancelled() or write.exception())  # seen, where awaited
-            await asyncio.shield(self._write)
+            with _gone_client_told():
+                await asyncio.shield(self._write)
 
     async def wait_written(self) -> None:
         """Until nothing is left of what was being written; a status may follow then."""
@@ -92,6 +96,15 @@ class Call:
             raise GrpcError(
                 code_pb2.RESOURCE_EXHAUSTED, f"the answer has {message.ByteSize()} bytes; at most {limit} are sent"
             )
+
+
+@contextlib.contextmanager
+def _gone_client_told() -> Iterator[None]:
+    """A write fails only where the call has ended: no fault of ours."""
+    try:
+        yield
+    except grpc.aio.InternalError as error:
+        raise GrpcError(code_pb2.CANCELLED, "the client has gone") from error
 
 
 def metadata_values(context: grpc.aio.ServicerContext | grpc.HandlerCallDetails, name: str) -> list[bytes]:
