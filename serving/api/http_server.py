@@ -297,6 +297,8 @@ def _app(routes: Sequence[BaseRoute], service: Service, pages: Mapping[str, Call
         return error_response(HttpError(error.status_code, message, headers=dict(error.headers or {})))
 
     async def fail(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientGoneError):
+            raise error
         return error_response(error)
 
     app = Starlette(routes=list(routes), exception_handlers={HTTPException: refuse, Exception: fail})
