@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import queue
-import select
 import signal
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from serving.structured.schema_rewrite import rewrite
 from serving.structured.vocabulary import ModelTokenTable, make_library_tokenizer
 from serving.text.render_worker import encode_frame
 from serving.text.tokenizer import Tokenizer
+from serving.worker_frames import read_answer, write_all
 
 _RUN_WORKER = """\
 import json, sys
@@ -250,33 +250,19 @@ class _Worker:
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer to one frame. Raises _WorkerError if the worker ends or is silent; it is stopped then."""
         deadline_s = time.monotonic() + self._max_wall_s
-        stdin = self._process.stdin
-        assert stdin is not None
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
         try:
-            view = memoryview(encode_frame(request))
-            while view:
-                view = view[stdin.write(view) :]
-            size = int.from_bytes(self._read(4, deadline_s), "big")
-            answer: dict[str, Any] = json.loads(self._read(size, deadline_s))
-        except (_WorkerError, BrokenPipeError) as error:
-            self.stop()
-            raise _WorkerError(f"cannot be compiled now: {error}") from error
-        return answer
-
-    def _read(self, size: int, deadline_s: float) -> bytes:
-        stdout = self._process.stdout
-        assert stdout is not None
-        poll = select.poll()
-        poll.register(stdout, select.POLLIN)
-        data = bytearray()
-        while len(data) < size:
-            if not poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
-                raise _WorkerError(f"compiling took more than {self._max_wall_s:g} s")
-            chunk = stdout.read(size - len(data))
-            if not chunk:
-                raise _WorkerError("the process that compiles has ended")
-            data += chunk
-        return bytes(data)
+            write_all(stdin, encode_frame(request))
+            return read_answer(stdout, deadline_s)
+        except TimeoutError:
+            problem = f"compiling took more than {self._max_wall_s:g} s"
+        except EOFError:
+            problem = "the process that compiles has ended"
+        except BrokenPipeError as error:
+            problem = str(error)
+        self.stop()
+        raise _WorkerError(f"cannot be compiled now: {problem}")
 
     def stop(self) -> None:
         self.is_usable = False

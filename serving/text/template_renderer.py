@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import select
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.text import render_worker
+from serving.worker_frames import read_answer, write_all
 
 
 class RenderError(Exception):
@@ -124,29 +124,16 @@ class _Worker:
     def ask(self, frame: bytes) -> dict[str, Any]:
         """The answer to one frame. Raises RenderError if the worker ends or is silent; it is of no use then."""
         deadline_s = time.monotonic() + self._limits.max_wall_s
-        assert self._process.stdin is not None
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
         with contextlib.suppress(BrokenPipeError):  # its end is told below
-            view = memoryview(frame)
-            while view:
-                view = view[self._process.stdin.write(view) :]
-        size = int.from_bytes(self._read(4, deadline_s), "big")
-        answer: dict[str, Any] = json.loads(self._read(size, deadline_s))
-        return answer
-
-    def _read(self, size: int, deadline_s: float) -> bytes:
-        stdout = self._process.stdout
-        assert stdout is not None
-        poll = select.poll()
-        poll.register(stdout, select.POLLIN)
-        data = bytearray()
-        while len(data) < size:
-            if not poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
-                raise RenderError(f"rendering took more than {self._limits.max_wall_s:g} s")
-            chunk = stdout.read(size - len(data))
-            if not chunk:
-                raise RenderError(self._cause_of_end())
-            data += chunk
-        return bytes(data)
+            write_all(stdin, frame)
+        try:
+            return read_answer(stdout, deadline_s)
+        except TimeoutError:
+            raise RenderError(f"rendering took more than {self._limits.max_wall_s:g} s") from None
+        except EOFError:
+            raise RenderError(self._cause_of_end()) from None
 
     def _cause_of_end(self) -> str:
         try:
