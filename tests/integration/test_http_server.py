@@ -798,15 +798,17 @@ def test_s48_s50_a_body_over_the_limit_is_refused_and_health_is_answered_meanwhi
     huge = b'{"prompt": "' + b"x" * 25_000_000 + b'"}'
     headers = {"Content-Type": "application/json"}
     statuses: list[int] = []
-    stop = threading.Event()
+    answered, stop = threading.Event(), threading.Event()
 
     def probe() -> None:
         with httpx.Client(base_url=url) as other:
             while not stop.is_set():
                 statuses.append(other.get("/health", timeout=10).status_code)
+                answered.set()
 
     thread = threading.Thread(target=probe)
     thread.start()
+    assert answered.wait(60)  # a client takes longer to make than both refusals
     refused(http.post(CHAT, content=huge, headers=headers), 413)
     refused(http.post(CHAT, content=iter([huge[:100_000]] * 10), headers=headers), 413)  # of no stated length
     stop.set()
