@@ -71,11 +71,11 @@ class SchedulerConfig:
             check_int(self, name, minimum=1)
         check_int(self, "num_pages", minimum=2)
         check_int(self, "max_model_len", minimum=2)
-        for field in ("decode_sizes", "prefill_token_buckets"):
-            check_int_tuple(self, field, minimum=1)
-            sizes = getattr(self, field)
+        for name in ("decode_sizes", "prefill_token_buckets"):
+            check_int_tuple(self, name, minimum=1)
+            sizes = getattr(self, name)
             if not sizes or list(sizes) != sorted(set(sizes)):
-                fail(self, field, "must be rising and hold at least one size")
+                fail(self, name, "must be rising and hold at least one size")
         check_bool(self, "enable_prefix_caching")
         check_bool(self, "static_batching")
         if any(size % self.query_block for size in self.prefill_token_buckets):

@@ -16,6 +16,7 @@ import pytest
 
 from checkpoints.errors import CheckpointError
 from configs.engine import EngineConfig, MeshConfig
+from configs.scheduling import SchedulingConfig
 from configs.run import RunConfig
 from serving.__main__ import main
 from serving.cli.flags import field_comments, given_fields
@@ -37,8 +38,11 @@ class EchoLLM:
 
     made: ClassVar[list[EchoLLM]] = []
 
-    def __init__(self, model: str, *, engine_config: EngineConfig, mesh_config: MeshConfig):
+    def __init__(
+        self, model: str, *, engine_config: EngineConfig, mesh_config: MeshConfig, scheduling_config: SchedulingConfig
+    ):
         self.model, self.engine_config, self.mesh_config = model, engine_config, mesh_config
+        self.scheduling_config = scheduling_config
         self.calls: list[tuple[dict[str, Any], SamplingParams]] = []
         EchoLLM.made.append(self)
 
