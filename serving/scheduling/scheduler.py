@@ -347,7 +347,8 @@ class Scheduler:
             return resets
         if len(self._num_running_of_class) == 1 and not self._budgets.is_used:
             return resets
-        while (entry := self._next_entry()) is not None:
+        budget = self.config.max_prefill_tokens
+        while budget > 0 and (entry := self._next_entry()) is not None:
             victims = self._victims_for(entry.item, {reset.slot for reset in resets})
             if not victims:
                 break
@@ -359,6 +360,7 @@ class Scheduler:
             if reset is None:
                 break
             resets.append(reset)
+            budget -= entry.item.request.num_tokens - entry.item.request.num_computed_tokens
         return resets
 
     def _victims_for(self, sequence: _Sequence, placed_slots: set[int | None]) -> list[_Sequence]:
@@ -522,15 +524,17 @@ class Scheduler:
 
         A long prompt leaves all but `long_prefill_tokens` of the budget to shorter ones, and takes what they leave.
         """
-        budget = self.config.max_prefill_tokens
+        config = self.config
+        budget = config.max_prefill_tokens
         prefilling = [s for s in self._running if not s.is_decoding]
         long_ones = [s for s in prefilling if s.entry.is_long]
+        num_reserved = self._num_reserved(long_ones)
         for sequence in prefilling:
-            if budget and not sequence.entry.is_long:
-                budget -= self._add_chunk(sequence, budget - self._reserved(long_ones, budget), chunks)
-        is_static = self.config.static_batching
+            if budget > num_reserved and not sequence.entry.is_long:
+                budget -= self._add_chunk(sequence, budget - num_reserved, chunks)
+        is_static = config.static_batching
         may_admit = not (is_static and self._running)
-        while may_admit and self._free_slots and (budget or is_static):
+        while may_admit and self._free_slots and (budget > num_reserved or is_static):
             entry = self._next_entry(num_long=len(long_ones))
             reset = None if entry is None else self._try_admit(entry.item)
             if entry is None or reset is None:
@@ -538,20 +542,22 @@ class Scheduler:
             resets.append(reset)
             if entry.is_long:
                 long_ones.append(entry.item)
-            elif budget:
-                budget -= self._add_chunk(entry.item, budget - self._reserved(long_ones, budget), chunks)
-        for index, sequence in enumerate(long_ones):
+                num_reserved = self._num_reserved(long_ones)
+            elif budget > num_reserved:
+                budget -= self._add_chunk(entry.item, budget - num_reserved, chunks)
+        for index, sequence in enumerate(long_ones, start=1):
             if budget:
-                budget -= self._add_chunk(sequence, budget - self._reserved(long_ones[index + 1 :], budget), chunks)
+                most = max(budget - self._num_reserved(long_ones[index:]), config.query_block)
+                budget -= self._add_chunk(sequence, most, chunks)
         return budget
 
-    def _reserved(self, long_ones: list[_Sequence], budget: int) -> int:
-        """What of the budget long prompts are sure of, whole query blocks; at least one block of it is left over."""
+    def _num_reserved(self, long_ones: list[_Sequence]) -> int:
+        """Tokens of a step's budget that long prompts are sure of, whole query blocks; one block is left to others."""
         if not long_ones:
             return 0
         block, long_tokens = self.config.query_block, self.config.policy.long_prefill_tokens
         tokens = sum(min(long_tokens, s.request.num_tokens - s.request.num_computed_tokens) for s in long_ones)
-        return max(min(-(-tokens // block) * block, budget - block), 0)
+        return min(-(-tokens // block) * block, self.config.max_prefill_tokens - block)
 
     def _next_entry(self, num_long: int | None = None) -> Entry[_Sequence] | None:
         """Who is to be placed next. `num_long`: long prompts in prefill; None: that is to be counted."""

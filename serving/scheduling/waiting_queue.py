@@ -184,6 +184,7 @@ class WaitingQueue[Item]:
         """Remove an entry that runs now and charge its tenant for `num_tokens`, those to compute, the first time: a
         preemption is not the tenant's fault."""
         self.remove(entry)
+        entry.deadline_s = None
         queue = self._classes[entry.class_index]
         queue.virtual_time = max(queue.virtual_time, queue.tenant(entry.tenant).service)
         if not entry.was_placed:

@@ -16,8 +16,8 @@ import pytest
 
 from checkpoints.errors import CheckpointError
 from configs.engine import EngineConfig, MeshConfig
-from configs.scheduling import SchedulingConfig
 from configs.run import RunConfig
+from configs.scheduling import SchedulingConfig
 from serving.__main__ import main
 from serving.cli.flags import field_comments, given_fields
 from serving.cli.parser import build_parser

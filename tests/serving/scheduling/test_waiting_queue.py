@@ -93,11 +93,11 @@ def test_under_a_stream_of_better_requests_the_worst_is_served_within_its_ageing
     served_s = None
     for second in range(60):
         driver.queue.advance(float(second))
-        driver.add(now_s=float(second))
+        driver.add(priority=-1, now_s=float(second))
         if driver.take() == worst.item:
             served_s = second
             break
-        driver.add(now_s=float(second))  # two come for each that is served
+        driver.add(priority=-1, now_s=float(second))  # two come for each that is served
     assert served_s == (None if class_ageing_s == 0 else 10)
 
 
@@ -109,7 +109,6 @@ def test_deadlines_end_those_that_wait_and_not_those_that_were_placed():
     late = driver.add(deadline_s=2.0, priority=10)
     lifted = driver.add(deadline_s=2.0)
     lifted.deadline_s = None
-    placed.deadline_s = None
     assert driver.queue.advance(1.9) == []
     assert driver.queue.advance(2.0) == [late]
     assert late not in driver.queue and len(driver.queue) == 2
@@ -184,6 +183,7 @@ class QueueMachine(RuleBasedStateMachine):
         )
         self.waiting: list[Entry[int]] = []
         self.placed: list[Entry[int]] = []
+        self.deadlines: dict[int, float] = {}  # of those never placed, by order
         self.now_s = 0.0
         self.virtual_times = [0.0] * 3
 
@@ -195,6 +195,8 @@ class QueueMachine(RuleBasedStateMachine):
     )
     def arrive(self, tenant, priority, num_tokens, patience_s):
         deadline_s = None if patience_s is None else self.now_s + patience_s
+        if deadline_s is not None:
+            self.deadlines[self.driver.num_added] = deadline_s
         self.waiting.append(
             self.driver.add(
                 tenant=tenant, priority=priority, num_tokens=num_tokens, now_s=self.now_s, deadline_s=deadline_s
@@ -214,6 +216,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.driver.queue.placed(head, 7)
         self.waiting.remove(head)
         self.placed.append(head)
+        self.deadlines.pop(head.order, None)
 
     @precondition(lambda self: self.placed)
     @rule(data=st.data(), is_preempted=st.booleans())
@@ -232,7 +235,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0.0, 4.0))
     def pass_time(self, seconds):
         self.now_s += seconds
-        late = [e for e in self.waiting if not e.was_placed and e.deadline_s is not None and e.deadline_s <= self.now_s]
+        late = [e for e in self.waiting if e.order in self.deadlines and self.deadlines[e.order] <= self.now_s]
         expired = self.driver.queue.advance(self.now_s)
         assert sorted(e.order for e in expired) == [e.order for e in sorted(late, key=lambda e: e.order)]
         self.waiting = [entry for entry in self.waiting if entry not in expired]
