@@ -25,16 +25,17 @@ from serving.scheduling.config import SchedulerConfig
 from serving.scheduling.scheduler import Scheduler
 
 NUM_RUNNING, NUM_WAITING, CONTEXT = 256, 2000, 4096
+TOKENS = tuple(i * 7919 % 128_000 for i in range(10 * CONTEXT))
 TENANTS = [f"tenant {number}" for number in range(16)]
 
 
 def make_request(rng: random.Random, number: int) -> Request:
     num_output = rng.randint(256, 1024)
     num_prompt = CONTEXT - num_output
-    first = rng.randrange(50_000)
+    first = rng.randrange(len(TOKENS) - CONTEXT)
     return Request(
         request_id=str(number),
-        prompt_token_ids=tuple((first + i * 7919) % 128_000 for i in range(num_prompt)),
+        prompt_token_ids=TOKENS[first : first + num_prompt],
         params=SamplingParams(max_tokens=num_output),
         max_total_tokens=CONTEXT,
         context=RequestContext(tenant=rng.choice(TENANTS), priority=rng.choice((0, 0, 10))),

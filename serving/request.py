@@ -371,7 +371,7 @@ class RequestContext:
             _float("deadline_s", self.deadline_s, -sys.float_info.max, sys.float_info.max)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Request:
     """One sequence to complete, on the host. The scheduler owns it from `add` until it is finished.
 

@@ -363,30 +363,36 @@ class Scheduler:
             budget -= entry.item.request.num_tokens - entry.item.request.num_computed_tokens
         return resets
 
-    def _victims_for(self, sequence: _Sequence, placed_slots: set[int | None]) -> list[_Sequence]:
+    def _victims_for(self, sequence: _Sequence, placed_slots: set[int]) -> list[_Sequence]:
         """Running sequences to preempt so that a waiting one gets in. None: it gets in without, or not at all."""
         entry, budgets = sequence.entry, self._budgets
-        is_over = self._is_over_budget(entry)
-        worse_runs = any(self._num_running_of_class[entry.base_class + 1 :])
-        if not worse_runs and (is_over or not budgets.is_used):
+        base_class = entry.base_class
+        lenders = budgets.borrowers if not self._is_over_budget(entry) else ()
+        first = sum(self._num_running_of_class[: base_class + (not lenders)])
+        able = [
+            s
+            for s in self._running[first:]  # of worse classes, and where tenants borrow of the same
+            if (s.entry.class_index > base_class or (s.entry.class_index == base_class and s.entry.tenant in lenders))
+            and s.slot not in placed_slots
+            and not self._is_worn(s)
+        ]
+        if not able:
             return []
         request = sequence.request
         max_growth = 1 << request.num_preemptions
-        hit_pages, num_taken_pages = self._pages_to_take(sequence)
-        hits = {page.page_id for page in hit_pages}
-        num_missing = num_taken_pages + sum(min(s.max_pages - len(s.page_ids), max_growth) for s in self._running)
+        match, num_missing = self._pages_to_take(sequence)
+        hits = {page.page_id for page in match}
+        num_missing += sum(min(s.max_pages - len(s.page_ids), max_growth) for s in self._running)
         num_missing -= self.page_allocator.num_free_pages
         victims: list[_Sequence] = []
         given: Counter[str] = Counter()  # tokens, by tenant
         released: Counter[int] = Counter()  # holders, by page
-        for victim in sorted(self._running, key=self._keep_rank, reverse=True):
+        for victim in sorted(able, key=self._keep_rank, reverse=True):
             if num_missing <= 0 and (self._free_slots or victims):
                 break
-            tenant, class_index = victim.entry.tenant, victim.entry.class_index
-            lends_back = not is_over and budgets.excess(tenant, -given[tenant]) > 0
-            may_give_way = class_index > entry.base_class or (class_index == entry.base_class and lends_back)
-            if not may_give_way or victim.slot in placed_slots or self._is_worn(victim):
-                continue
+            tenant = victim.entry.tenant
+            if victim.entry.class_index == base_class and budgets.excess(tenant, -given[tenant]) <= 0:
+                continue  # what it borrowed is given back
             victims.append(victim)
             given[tenant] += victim.num_page_tokens
             num_missing -= min(victim.max_pages - len(victim.page_ids), max_growth)
@@ -407,7 +413,7 @@ class Scheduler:
         return (
             not self._is_worn(sequence),
             entry.class_index,
-            self._budgets.is_used and self._budgets.excess(entry.tenant) > 0,
+            entry.tenant in self._budgets.borrowers,
             -sequence.request.num_output_tokens,
             sequence.order,
         )
@@ -574,11 +580,7 @@ class Scheduler:
 
     def _is_over_budget(self, entry: Entry[_Sequence]) -> bool:
         """Whether its tenant would hold more KV than its budget with it."""
-        if not self._budgets.is_used:
-            return False
-        config = self.config
-        num_tokens = config.num_pages_for(entry.item.request.num_tokens) * config.page_size
-        return self._budgets.excess(entry.tenant, num_tokens) > 0
+        return self._budgets.is_used and self._budgets.excess(entry.tenant, entry.num_tokens) > 0
 
     def _count_pages(self, sequence: _Sequence, num_more: int) -> None:
         num_tokens = num_more * self.config.page_size

@@ -15,19 +15,25 @@ class KvBudgets:
     """
 
     def __init__(self, config: SchedulingConfig):
-        self._config = config
+        self._budgets = {name: config.kv_tokens(name) for name in config.tenant_names}
+        self._default = config.default_tenant_kv_tokens or None
         self.is_used = bool(config.default_tenant_kv_tokens or any(config.tenant_kv_tokens))
         self.held: Counter[str] = Counter()
+        self.borrowers: set[str] = set()  # tenants over their budgets
 
     def hold(self, tenant: str, num_tokens: int) -> None:
         """So many more, or fewer where negative."""
         self.held[tenant] += num_tokens
+        if self.excess(tenant) > 0:
+            self.borrowers.add(tenant)
+        else:
+            self.borrowers.discard(tenant)
         if self.held[tenant] == 0:
             del self.held[tenant]
 
     def excess(self, tenant: str, num_more_tokens: int = 0) -> int:
         """Tokens over the budget, 0 within it, if the tenant held so many more."""
-        budget = self._config.kv_tokens(tenant)
+        budget = self._budgets.get(tenant, self._default)
         return 0 if budget is None else max(self.held[tenant] + num_more_tokens - budget, 0)
 
 

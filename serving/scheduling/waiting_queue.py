@@ -37,6 +37,7 @@ class Entry[Item]:
     order: int  # of arrival
     deadline_s: float | None = None  # still not placed then: expired; may be taken off
     was_placed: bool = False  # goes before all of its class and tenant that were not
+    num_tokens: int = 0  # to compute at most, when it began to wait
     is_long: bool = False
     key: _Key | None = None  # None: not waiting
 
@@ -164,6 +165,7 @@ class WaitingQueue[Item]:
     def push(self, entry: Entry[Item], *, num_tokens: int, now_s: float) -> None:
         """`num_tokens`: to compute at most. One that was placed before goes before all of its class and tenant."""
         assert entry.key is None
+        entry.num_tokens = num_tokens
         long_tokens = self._config.long_prefill_tokens
         entry.is_long = 0 < long_tokens < num_tokens
         self._entries[entry.order] = entry
