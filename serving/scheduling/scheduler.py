@@ -2,8 +2,9 @@
 
 One rule: a request gets tokens until `num_computed_tokens` catches up with what it has. Chunked prefill, prefix hits
 and recompute after preemption follow from it. Who is placed next, `waiting_queue` decides; who is placed goes by class
-and arrival. Who gives way goes by `_keep_rank`: the worst class, borrowers, the fewest output tokens. So the one of the
-best class with the most output always progresses, and of two that push each other out one finishes first.
+and arrival. Who gives way goes by `_keep_rank`: the worst class, borrowers, the fewest output tokens, each request a
+bounded number of times. Once all have given way so often, the one of the best class with the most output stays, so that
+something always ends.
 
 The engine runs ahead: it calls `schedule()` for the next step before it calls `update()` for the last one. So
 `num_computed_tokens` counts dispatched work; a decoding request's next position is known although its token is not.

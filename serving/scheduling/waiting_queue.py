@@ -125,7 +125,6 @@ class WaitingQueue[Item]:
         self._entries: dict[int, Entry[Item]] = {}  # by order of arrival
         self._ageing: list[tuple[float, int, _Key, Entry[Item]]] = []  # heap: when, tie, key it had then
         self._deadlines: list[tuple[float, int, _Key, Entry[Item]]] = []  # heap, of those never placed
-        self._num_long = 0
         self._numbers = itertools.count()
         self._weights: dict[str, float] = {}  # of tenants named in the config
         for name in config.tenant_names:
@@ -139,11 +138,6 @@ class WaitingQueue[Item]:
 
     def __contains__(self, entry: Entry[Item]) -> bool:
         return entry.key is not None
-
-    @property
-    def num_short(self) -> int:
-        """Entries that wait and are not long."""
-        return len(self._entries) - self._num_long
 
     def virtual_time(self, class_index: int) -> float:
         """Of a class: rises, in tokens over weight."""
@@ -169,7 +163,6 @@ class WaitingQueue[Item]:
         long_tokens = self._config.long_prefill_tokens
         entry.is_long = 0 < long_tokens < num_tokens
         self._entries[entry.order] = entry
-        self._num_long += entry.is_long
         self._insert(entry, now_s)
 
     def remove(self, entry: Entry[Item]) -> None:
@@ -177,7 +170,6 @@ class WaitingQueue[Item]:
         assert entry.key is not None
         entry.key = None
         del self._entries[entry.order]
-        self._num_long -= entry.is_long
         self._classes[entry.class_index].remove(entry)
         for heap in (self._ageing, self._deadlines):
             _compact(heap, len(self._entries))

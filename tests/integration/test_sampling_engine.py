@@ -197,3 +197,15 @@ def test_a_temperature_too_small_to_divide_by_is_greedy(tiny_llm):
     greedy = tokens(tiny_llm, [1, 2, 3])
     assert tokens(tiny_llm, [1, 2, 3], temperature=1e-9) == greedy
     assert tokens(tiny_llm, [1, 2, 3], temperature=1e-300, top_p=0.5) == greedy
+
+
+@pytest.mark.parametrize(("priority", "name"), [([1], "priority"), ("high", "priority"), ([0, True], "prompts[1]")])
+def test_priorities_of_a_call_are_one_for_all_or_one_a_prompt(tiny_llm, priority, name):
+    params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0)
+    with pytest.raises(RequestError) as refused:
+        tiny_llm.generate([[1, 2], [3]], params, use_tqdm=False, priority=priority)
+    assert refused.value.field == name
+    expected = [output.outputs[0].token_ids for output in tiny_llm.generate([[1, 2], [3]], params, use_tqdm=False)]
+    for given in (7, [5, -5]):
+        outputs = tiny_llm.generate([[1, 2], [3]], params, use_tqdm=False, priority=given)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
