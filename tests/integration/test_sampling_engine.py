@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from serving import SamplingParams
+from serving.request import RequestError
 
 VOCAB_SIZE = 301
 
