@@ -28,8 +28,9 @@ class PageAllocator:
         self._prefix_cache = prefix_cache
         self._ref_counts = [0] * num_pages
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack: low ids first
-        page_size = 1 if prefix_cache is None else prefix_cache.page_size
-        self._evictable = eviction_order or EvictionOrder(page_size, num_pages)
+        if eviction_order is None:
+            eviction_order = EvictionOrder(1 if prefix_cache is None else prefix_cache.page_size, num_pages)
+        self._evictable = eviction_order
         self._quarantine: dict[int, int] = {}  # page id -> the last step that may write it
         self._completed_step = 0
 
