@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import ipaddress
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from configs.load import changed_settings, config_text
 from configs.run import Configs
@@ -205,9 +206,13 @@ def _build(configs: Configs, service: Service) -> Built:
     from serving.text.template_renderer import RenderLimits
 
     progress = ProgressReporter(True)
+    config = configs.engine
+    if config.prefix_cache_scope is None and config.enable_prefix_caching:
+        scope: Literal["shared", "tenant"] = "tenant" if configs.server.has_tenants else "shared"
+        config = dataclasses.replace(config, prefix_cache_scope=scope)
     engine = build_engine(
         configs.run.model_source,
-        configs.engine,
+        config,
         configs.mesh,
         progress=progress,
         render_limits=RenderLimits(max_cpu_s=configs.server.chat_template_s),

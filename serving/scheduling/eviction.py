@@ -39,8 +39,8 @@ class EvictionCause(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeCost:
-    """What computing tokens anew costs, in any one unit: a token by itself, and each pair of a query and a key before
-    it. The default is the ratio of an 8B model (16e9 FLOPs a token, 4 * 32 layers * 4096 a pair).
+    """What computing tokens anew costs, in any one unit: a token by itself, and each pair of a query and a key that it
+    sees. The default is the ratio of an 8B model (16e9 FLOPs a token, 4 * 32 layers * 4096 a pair).
     """
 
     token: float = 1.0
@@ -224,8 +224,8 @@ class EvictionOrder:
         assert num_children == {page_id: page.num_idle_children for page_id, page in pages.items()}
         for name, tenant in self._tenants.items():
             leaves = {e.item for e in tenant.pages.values() if e.page.num_idle_children == 0}
-            assert leaves and leaves <= set(tenant.leaves), name
-            if self._is_above_floor(tenant):
+            assert leaves <= set(tenant.leaves), name
+            if leaves and self._is_above_floor(tenant):
                 # An offer may be stale, of a page that got a child or is held again, but never above the first leaf.
                 assert tenant.offered is not None and tenant.offered <= min(leaves), name
                 assert (tenant.offered, name) in self._offers, name

@@ -27,6 +27,10 @@ class PinnedPrefixes:
         return len(self._chains)
 
     @property
+    def num_held_pages(self) -> int:
+        return len(self._held)
+
+    @property
     def held_page_ids(self) -> list[int]:
         return list(self._held.values())
 

@@ -176,6 +176,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_pinned_pages(self) -> int:
+        """Cached pages that pinned prefixes hold."""
+        return 0 if self.pinned_prefixes is None else self.pinned_prefixes.num_held_pages
+
+    @property
     def num_waiting_tokens(self) -> int:
         """Tokens, prompt and output, that waiting requests have: what is to be computed less prefix hits."""
         return sum(s.request.num_tokens for s in list(self._waiting))  # a copy: other threads may ask

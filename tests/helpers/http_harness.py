@@ -62,6 +62,7 @@ def tiny_engine(*, template: str = TEMPLATE, context: int = CONTEXT) -> AsyncEng
         query_block=16,
         max_decode_steps=1,
         num_pages=129,
+        prefix_cache_scope="tenant",
     )
     engine = build_engine(f"dummy:{TINY}", config, MeshConfig())
     engine.tokenizer = byte_tokenizer(template=template)

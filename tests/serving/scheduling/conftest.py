@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from configs.engine import mixed_decode_sizes
-from serving.request import FinishReason, Request, RequestStatus, SamplingParams
+from serving.request import DEFAULT_TENANT, FinishReason, Request, RequestContext, RequestStatus, SamplingParams
 from serving.scheduling.config import RopeRegime, SchedulerConfig
 from serving.scheduling.schedule import Schedule
 from serving.scheduling.scheduler import NO_TOKEN, NOT_FINITE, Scheduler, StepEvent
@@ -330,6 +330,7 @@ def make_request(
     child_index: int = 0,
     seed: int = 0,
     cache_salt: bytes = b"",
+    tenant: str = DEFAULT_TENANT,
     **params,
 ) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, **params)
@@ -342,6 +343,7 @@ def make_request(
         child_index=child_index,
         seed=seed,
         cache_salt=cache_salt,
+        context=RequestContext(tenant=tenant),
     )
 
 
