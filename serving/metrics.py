@@ -146,7 +146,8 @@ def series_of(max_model_len: int) -> tuple[Series, ...]:
         gauge("headrace_kv_unused_tokens", "Token places of held pages that hold no token: the waste of paging."),
         counter("headrace_kv_held_token_steps_total", "Token places of held pages, summed over steps."),
         counter("headrace_kv_unused_token_steps_total", "Of those, places that held no token."),
-        counter("headrace_page_evictions_total",
+        counter(
+            "headrace_page_evictions_total",
             "Cached pages given up: for a request of their own tenant, another's, or another's in spite of a floor.",
             "cause",
         ),

@@ -37,9 +37,7 @@ def parse_pin(body: object, config: ServerConfig) -> PinCall:
         tenant = RequestContext(tenant=tenant).tenant
     if salt is not None:
         salt = Text(config.max_id_chars).read("cache_salt", salt)
-    return PinCall(
-        prompt=kind.read("prompt", prompt), tenant=tenant or DEFAULT_TENANT, cache_salt=salt_digest(salt)
-    )
+    return PinCall(prompt=kind.read("prompt", prompt), tenant=tenant or DEFAULT_TENANT, cache_salt=salt_digest(salt))
 
 
 async def pin(service: Service, call: PinCall) -> dict[str, Any]:

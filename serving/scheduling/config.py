@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from configs.checks import check_bool, check_choice, check_float, check_int, check_int_tuple, fail
 from configs.engine import PREFIX_CACHE_SCOPES, mixed_decode_sizes
 from serving.request import Request
-from serving.scheduling.eviction import RecomputeCost
+from serving.scheduling.eviction import DENSE_8B, RecomputeCost
 from serving.scheduling.prefix_salts import PrefixCacheScope
 
 
@@ -65,9 +65,11 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     prefix_cache_scope: PrefixCacheScope = "shared"  # who shares cached prefixes: all, or the requests of one tenant
     prefix_cache_floor: float = 0.0  # share of the pool up to which a tenant's cached pages are kept from others
-    prefix_wait_tokens: int | None = None  # a prefix of so many tokens that is being computed is waited for; None: never
+    prefix_wait_tokens: int | None = (
+        None  # a prefix of so many tokens that is being computed is waited for; None: never
+    )
     max_pinned_pages: int = 0  # that pinned prefixes may hold
-    recompute_cost: RecomputeCost = RecomputeCost()
+    recompute_cost: RecomputeCost = DENSE_8B
     rope: RopeRegime = RopeRegime()
     static_batching: bool = False  # admit only into an empty engine: the classic baseline, for comparison
 

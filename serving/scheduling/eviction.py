@@ -52,6 +52,8 @@ class RecomputeCost:
         return page_size * (self.token + self.pair * (first + (page_size + 1) / 2))
 
 
+DENSE_8B = RecomputeCost()
+
 _Item = tuple[float, int, int]  # value, order of addition, page id: the smallest goes first
 
 
@@ -76,7 +78,7 @@ class EvictionOrder:
 
     def __init__(self, page_size: int, num_pages: int, cost: RecomputeCost | None = None, floor_pages: int = 0):
         self.page_size = page_size
-        self.cost = cost or RecomputeCost()
+        self.cost = cost or DENSE_8B
         self.floor_pages = floor_pages
         self.num_by_cause = dict.fromkeys(EvictionCause, 0)
         self._max_protected = int(MAX_PROTECTED * num_pages)
