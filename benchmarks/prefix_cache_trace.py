@@ -39,12 +39,17 @@ class TraceRequest:
 class HitCounts:
     num_tokens: int = 0
     num_hit_tokens: int = 0
+    num_blocks: int = 0  # of the trace, partial last ones included
     recompute_cost: float = 0.0  # of the pages that were not found
     num_evictions: int = 0
 
     @property
     def token_rate(self) -> float:
         return self.num_hit_tokens / max(self.num_tokens, 1)
+
+    @property
+    def block_rate(self) -> float:
+        return self.num_hit_tokens / BLOCK_SIZE / max(self.num_blocks, 1)
 
 
 def read_trace(path: Path, max_requests: int | None = None) -> list[TraceRequest]:
@@ -113,6 +118,7 @@ def replay(
         chain.restart(match)
         cache.publish(chain, page_ids, num_full)
         counts.num_tokens += len(tokens)
+        counts.num_blocks += len(request.hash_ids)
         counts.num_hit_tokens += len(match) * page_size
         counts.recompute_cost += sum(page_cost.of_page(index, page_size) for index in range(len(match), num_full))
         running.append(page_ids)
@@ -138,7 +144,7 @@ def main() -> None:
     requests = read_trace(args.trace, args.max_requests)
     print(f"{len(requests)} requests; the trace repeats {repeated_block_share(requests):.2%} of its blocks")
     num_pages = None if args.pool_tokens is None else args.pool_tokens // args.page_size + 1
-    policies = {"policy": None} if num_pages is None else {"policy": None, "LRU": LRU}
+    policies: dict[str, RecomputeCost | None] = {"policy": None} if num_pages is None else {"policy": None, "LRU": LRU}
     pool = "an endless pool" if num_pages is None else f"a pool of {args.pool_tokens:,} tokens"
     for name, cost in policies.items():
         started_s = time.monotonic()
@@ -151,7 +157,8 @@ def main() -> None:
             progress=True,
         )
         print(
-            f"{name}, {pool}, pages of {args.page_size}: {counts.token_rate:.2%} of tokens hit, "
+            f"{name}, {pool}, pages of {args.page_size}: {counts.block_rate:.2%} of blocks and "
+            f"{counts.token_rate:.2%} of tokens hit, "
             f"recompute cost {counts.recompute_cost:.4g}, {counts.num_evictions:,} evictions, "
             f"{time.monotonic() - started_s:.1f} s"
         )

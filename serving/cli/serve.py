@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from configs.engine import EngineConfig
 from configs.load import changed_settings, config_text
 from configs.run import Configs
 from configs.server import ServerConfig
@@ -206,13 +207,9 @@ def _build(configs: Configs, service: Service) -> Built:
     from serving.text.template_renderer import RenderLimits
 
     progress = ProgressReporter(True)
-    config = configs.engine
-    if config.prefix_cache_scope is None and config.enable_prefix_caching:
-        scope: Literal["shared", "tenant"] = "tenant" if configs.server.has_tenants else "shared"
-        config = dataclasses.replace(config, prefix_cache_scope=scope)
     engine = build_engine(
         configs.run.model_source,
-        config,
+        resolved_engine_config(configs.engine, configs.server),
         configs.mesh,
         progress=progress,
         render_limits=RenderLimits(max_cpu_s=configs.server.chat_template_s),
@@ -225,6 +222,13 @@ def _build(configs: Configs, service: Service) -> Built:
         engine, configs.operations, model_name=service.model_name, is_ready=lambda: service.is_ready
     )
     return AsyncEngine(engine), operations
+
+
+def resolved_engine_config(config: EngineConfig, server: ServerConfig) -> EngineConfig:
+    """The engine's config, with what it leaves to the server."""
+    if config.prefix_cache_scope is not None or not config.enable_prefix_caching:
+        return config
+    return dataclasses.replace(config, prefix_cache_scope="tenant" if server.has_tenants else "shared")
 
 
 def dry_run_text(configs: Configs) -> str:

@@ -51,7 +51,7 @@ def byte_tokenizer(*, template: str | None = TEMPLATE, adds_bos: bool = True) ->
     return tokenizer
 
 
-def tiny_engine(*, template: str = TEMPLATE, context: int = CONTEXT) -> AsyncEngine:
+def tiny_engine(*, template: str = TEMPLATE, context: int = CONTEXT, **settings: Any) -> AsyncEngine:
     """Random weights, 301 tokens, eight slots, 128 pages of 8 tokens; no token ends its output but 7."""
     config = EngineConfig(
         dtype="float32",
@@ -63,6 +63,7 @@ def tiny_engine(*, template: str = TEMPLATE, context: int = CONTEXT) -> AsyncEng
         max_decode_steps=1,
         num_pages=129,
         prefix_cache_scope="tenant",
+        **settings,
     )
     engine = build_engine(f"dummy:{TINY}", config, MeshConfig())
     engine.tokenizer = byte_tokenizer(template=template)
