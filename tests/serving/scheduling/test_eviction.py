@@ -146,7 +146,9 @@ def test_the_policy_finds_no_fewer_tokens_than_least_recently_used(trace):
         (task,) = random_source.choices(range(10), popularity)
         instructions = range(100 * task, 100 * task + 4 + task)
         own = range(2000 + 20 * number, 2000 + 20 * number + random_source.randint(1, 8))
-        requests.append(trace.TraceRequest(num_tokens=512 * (len(instructions) + len(own)), hash_ids=(*instructions, *own)))
+        requests.append(
+            trace.TraceRequest(num_tokens=512 * (len(instructions) + len(own)), hash_ids=(*instructions, *own))
+        )
     policy, lru = (trace.replay(requests, page_size=512, num_pages=60, cost=cost) for cost in (None, trace.LRU))
     print(f"hit rates {policy.token_rate:.3f} and {lru.token_rate:.3f}")
     assert policy.num_hit_tokens >= lru.num_hit_tokens and policy.recompute_cost <= lru.recompute_cost

@@ -111,7 +111,11 @@ def test_no_salt_of_a_tenants_own_reaches_anothers_and_no_process_repeats_them(t
 def flooded_hit_rate(tools, rng, floor: float, num_rounds: int = 150) -> float:
     """Hit rate of nine tenants that each ask now and then with a prompt of their own, beside one that floods the pool."""
     config = tools.make_config(
-        num_pages=201, decode_sizes=(8,), prefill_token_buckets=(64,), prefix_cache_scope="tenant", prefix_cache_floor=floor
+        num_pages=201,
+        decode_sizes=(8,),
+        prefill_token_buckets=(64,),
+        prefix_cache_scope="tenant",
+        prefix_cache_floor=floor,
     )
     engine = tools.Engine(config, check_interval=20)
     prompts = {name: tools.random_prompt(rng, 24) for name in "abcdefghi"}
