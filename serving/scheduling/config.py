@@ -65,9 +65,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     prefix_cache_scope: PrefixCacheScope = "shared"  # who shares cached prefixes: all, or the requests of one tenant
     prefix_cache_floor: float = 0.0  # share of the pool up to which a tenant's cached pages are kept from others
-    prefix_wait_tokens: int | None = (
-        None  # a prefix of so many tokens that is being computed is waited for; None: never
-    )
+    prefix_wait_tokens: int | None = None  # a prefix being computed is waited for if it has so many; None: never
     max_pinned_pages: int = 0  # that pinned prefixes may hold
     recompute_cost: RecomputeCost = DENSE_8B
     rope: RopeRegime = RopeRegime()
