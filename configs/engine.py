@@ -10,6 +10,7 @@ from configs.checks import check_bool, check_choice, check_float, check_int, che
 DTYPES = ("float32", "bfloat16")
 KV_DTYPES = ("auto", "float8_e4m3fn", "int8")
 KV_SCALES = ("per_token_head", "per_tensor")
+PREFIX_CACHE_SCOPES = ("shared", "tenant")
 MIXED_SAVING = 72  # a smaller mixed program must do without at least one in so many rows of the next
 
 
@@ -72,6 +73,16 @@ class EngineConfig:
     memory_fraction: float = 0.9  # of the device's memory that weights, workspace and KV may fill
     kv_cache_bytes: int | None = None  # bound on the KV pool; None: what memory_fraction leaves
     enable_prefix_caching: bool = True  # keep full pages of finished sequences for prompts that begin alike
+    # Who finds whose cached prefixes: "shared" all requests, "tenant" those of one tenant alone. None: "tenant" in a
+    # server that tells tenants apart, else "shared".
+    prefix_cache_scope: Literal["shared", "tenant"] | None = None
+    # Share of the pool up to which a tenant's cached pages are not given up for other tenants' requests while those find
+    # room elsewhere; at most half of the pool is kept so.
+    prefix_cache_floor: float = 0.0
+    # A waiting request whose prompt begins with so many more tokens than are cached, which a running one is computing,
+    # waits for them instead of computing them too. None: never.
+    prefix_wait_tokens: int | None = 256
+    max_pinned_pages: int = 0  # of the pool that pinned prefixes may hold; no request may count on them
     max_logprobs: int = 20  # most alternatives a token that a request may ask for
     seed: int = 0  # from which requests without a seed get theirs
     compilation_cache_dir: str | None = None  # of compiled programs; None: the user's cache folder; "": none
@@ -97,6 +108,7 @@ class EngineConfig:
         check_float(self, "memory_fraction", above=0.0, maximum=1.0)
         check_int(self, "kv_cache_bytes", minimum=1, optional=True)
         check_bool(self, "enable_prefix_caching")
+        self._check_prefix_cache()
         check_int(self, "max_logprobs", minimum=0, maximum=20)
         if self.compilation_cache_dir is not None and not isinstance(self.compilation_cache_dir, str):
             fail(self, "compilation_cache_dir", "must be a folder's name, or an empty one for none")
@@ -116,6 +128,16 @@ class EngineConfig:
             fail(self, "max_decode_steps", f"is above page_size={self.page_size}")
         if self.num_pages is not None and self.kv_cache_bytes is not None:
             fail(self, "num_pages", f"contradicts kv_cache_bytes={self.kv_cache_bytes}: give one of them")
+
+    def _check_prefix_cache(self) -> None:
+        check_choice(self, "prefix_cache_scope", PREFIX_CACHE_SCOPES, optional=True)
+        check_float(self, "prefix_cache_floor", minimum=0.0, maximum=1.0)
+        check_int(self, "prefix_wait_tokens", minimum=1, optional=True)
+        check_int(self, "max_pinned_pages", minimum=0)
+        if not self.enable_prefix_caching:
+            for field in ("prefix_cache_scope", "prefix_cache_floor", "max_pinned_pages"):
+                if getattr(self, field):
+                    fail(self, field, "contradicts enable_prefix_caching=False")
 
     @property
     def decode_sizes(self) -> tuple[int, ...]:

@@ -114,6 +114,11 @@ class ServerConfig:
         check_int(self, "max_file_bytes", minimum=1024, maximum=2**40)
         check_int(self, "max_store_bytes", minimum=1024, maximum=2**50)
 
+    @property
+    def has_tenants(self) -> bool:
+        """Whether requests may be of several tenants."""
+        return len(set(self.api_key_tenants)) > 1 or self.tenant_header is not None
+
     def _check_tenants(self) -> None:
         tenants = self.api_key_tenants
         if isinstance(tenants, list):  # from flags

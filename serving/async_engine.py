@@ -22,7 +22,7 @@ from typing import Any
 
 from configs.engine import EngineConfig, MeshConfig
 from serving.engine import CheckedRequest, Engine, OutputDelta, Prompt, build_engine
-from serving.request import RequestContext, RequestOutput, SamplingParams
+from serving.request import DEFAULT_TENANT, RequestContext, RequestOutput, SamplingParams
 from serving.validation import check_request_id
 
 logger = logging.getLogger(__name__)
@@ -173,15 +173,47 @@ class AsyncEngine:
 
     async def reset_prefix_cache(self) -> int:
         """Forget every cached prefix; returns how many pages were forgotten. Raises EngineDeadError."""
+        return await self._call(self.engine.reset_prefix_cache)
+
+    async def pin_prefix(self, prompt: Prompt, *, tenant: str = DEFAULT_TENANT, cache_salt: bytes = b"") -> int:
+        """`serving.engine.Engine.pin_prefix` in the engine's thread. Raises RequestError and EngineDeadError."""
+        token_ids = await self._token_ids(prompt)
+        pin = functools.partial(self.engine.pin_prefix, token_ids, tenant=tenant, cache_salt=cache_salt)
+        return await self._call(pin)
+
+    async def unpin_prefix(self, prompt: Prompt, *, tenant: str = DEFAULT_TENANT, cache_salt: bytes = b"") -> int:
+        """`serving.engine.Engine.unpin_prefix` in the engine's thread. Raises RequestError and EngineDeadError."""
+        token_ids = await self._token_ids(prompt)
+        unpin = functools.partial(self.engine.unpin_prefix, token_ids, tenant=tenant, cache_salt=cache_salt)
+        return await self._call(unpin)
+
+    async def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+        return await asyncio.to_thread(self.engine.encode, prompt) if isinstance(prompt, str) else prompt
+
+    async def _call(self, function: Callable[[], int]) -> int:
+        """What `function` returns or raises in the engine's thread."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[int] = loop.create_future()
 
-        def reset() -> None:
-            num_pages = self.engine.reset_prefix_cache() if self._error is None else 0
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(num_pages))
+        def settle(value: int, error: Exception | None) -> None:
+            if not done.done():
+                if error is None:
+                    done.set_result(value)
+                else:
+                    done.set_exception(error)
 
-        if not self._send(reset):
+        def call() -> None:
+            value, error = 0, None
+            try:
+                if self._error is not None:
+                    raise self._dead()
+                value = function()
+            except Exception as raised:  # its caller's alone
+                error = raised
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(settle, value, error)
+
+        if not self._send(call):
             raise EngineDeadError("the engine has stopped") from self._error
         return await done
 

@@ -23,6 +23,7 @@ from configs.model import ModelConfig
 from configs.run import RunConfig
 from configs.scheduling import SchedulingConfig
 from layers.params import param_specs
+from serving.bench.figures import model_cost
 from serving.execution.memory import device_memory_bytes
 from serving.execution.model_runner import CompileGuard, ModelRunner, PendingStep, StepResult
 from serving.execution.program_plan import context_length
@@ -30,6 +31,7 @@ from serving.execution.slot_table import MAX_EOS_IDS
 from serving.execution.step_clock import StepClock
 from serving.observer import EngineObserver, request_record, step_record
 from serving.request import (
+    DEFAULT_TENANT,
     CompletionOutput,
     FinishReason,
     Request,
@@ -40,6 +42,7 @@ from serving.request import (
     TokenLogprob,
 )
 from serving.scheduling.config import RopeRegime, SchedulerConfig
+from serving.scheduling.eviction import RecomputeCost
 from serving.scheduling.schedule import Schedule
 from serving.scheduling.scheduler import NOT_FINITE, Scheduler, StepEvent
 from serving.structured.compiler import GrammarCompiler
@@ -231,7 +234,7 @@ class Engine:
             raise ConfigError(f"generation_config.json: {error}") from error
 
     def _make_scheduler(self, *, static_batching: bool) -> Scheduler:
-        config, rope = self.config, self.model_config.rope
+        config, rope, cost = self.config, self.model_config.rope, model_cost(self)
         return Scheduler(
             SchedulerConfig(
                 page_size=config.page_size,
@@ -242,6 +245,14 @@ class Engine:
                 query_block=config.query_block,
                 max_decode_steps=config.max_decode_steps,
                 enable_prefix_caching=config.enable_prefix_caching,
+                prefix_cache_scope=config.prefix_cache_scope or "shared",
+                prefix_cache_floor=config.prefix_cache_floor,
+                prefix_wait_tokens=config.prefix_wait_tokens,
+                max_pinned_pages=config.max_pinned_pages,
+                recompute_cost=RecomputeCost(
+                    token=2.0 * cost.layer_params,
+                    pair=cost.attention_flops(sum(window is None for window in cost.windows)),
+                ),
                 rope=RopeRegime(
                     longrope_limit=rope.original_max_position_embeddings if rope.rope_type == "longrope" else None,
                     dynamic_limit=rope.max_position_embeddings if rope.rope_type == "dynamic" else None,
@@ -457,8 +468,34 @@ class Engine:
         self._groups.pop(request_id, None)
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix; returns how many pages were forgotten. What runs goes on."""
-        return self.scheduler.page_allocator.forget_cached_pages()
+        """Forget every cached prefix; returns how many pages were forgotten. What runs goes on, and pins stay."""
+        return self.scheduler.reset_prefix_cache()
+
+    def pin_prefix(self, prompt: Prompt, *, tenant: str = DEFAULT_TENANT, cache_salt: bytes = b"") -> int:
+        """Keep the cached pages of a prompt, such as a system prompt, until `unpin_prefix`; returns how many they are.
+
+        Pages that are not cached yet are kept once a request of this tenant and salt has computed them. A last page that
+        the prompt does not fill is not among them. Raises RequestError, also beyond `EngineConfig.max_pinned_pages`.
+        """
+        return self.scheduler.pin_prefix(self._pin_request(prompt, tenant, cache_salt))
+
+    def unpin_prefix(self, prompt: Prompt, *, tenant: str = DEFAULT_TENANT, cache_salt: bytes = b"") -> int:
+        """Take back `pin_prefix` of the same; returns how many pages it kept. Raises RequestError where it is not pinned."""
+        return self.scheduler.unpin_prefix(self._pin_request(prompt, tenant, cache_salt))
+
+    def _pin_request(self, prompt: Prompt, tenant: str, cache_salt: bytes) -> Request:
+        self._check_alive()
+        token_ids = check_prompt_ids(
+            self.encode(prompt) if isinstance(prompt, str) else prompt, self.model_config.vocab_size, self.max_model_len
+        )
+        return Request(
+            request_id="pin",
+            prompt_token_ids=token_ids,
+            params=SamplingParams(),
+            max_total_tokens=self.max_model_len,
+            context=RequestContext(tenant=tenant),
+            cache_salt=cache_salt,
+        )
 
     # Steps
 
@@ -730,7 +767,9 @@ class Engine:
         num_output_tokens; num_prefill_tokens as computed, again after a preemption; num_prefill_padding_tokens beside
         them; num_decode_steps, forward passes in which slots decode, and num_decode_slot_steps, slots of the
         programs summed over these; num_preemptions, sequences put back for lack of pages or for more
-        urgent ones; num_deadline_drops, completions that had no slot by their deadline; num_page_evictions from the prefix cache; page_waste_fraction of the tokens that held pages could hold, over steps;
+        urgent ones; num_deadline_drops, completions that had no slot by their deadline; num_page_evictions from
+        the prefix cache; num_prefix_waits, times that a request waited for a prefix which another one was computing;
+        page_waste_fraction of the tokens that held pages could hold, over steps;
         max_unused_tokens_per_sequence, the worst step's mean; num_decode_, num_prefill_ and num_mixed_dispatches;
         num_compiles_while_serving; host_s and device_wait_s, seconds of scheduling and dispatching and of waiting
         for results; device_idle_fraction_min and _max, bounds on the share of time without a step to run.
@@ -759,6 +798,7 @@ class Engine:
             "num_preemptions": scheduler.stats.num_preemptions,
             "num_deadline_drops": scheduler.stats.num_deadline_drops,
             "num_page_evictions": scheduler.page_allocator.num_evictions,
+            "num_prefix_waits": scheduler.stats.num_prefix_waits,
             "page_waste_fraction": round(counters.unused_page_token_steps / max(counters.page_token_steps, 1), 4),
             "max_unused_tokens_per_sequence": round(counters.max_unused_tokens_per_sequence, 2),
             "num_decode_dispatches": counters.num_decode_dispatches,

@@ -24,6 +24,7 @@ from configs.checks import ConfigError
 from configs.server import ServerConfig
 from serving.api.http_errors import HttpError, error_body, error_response, http_error, http_refusal_reason
 from serving.api.http_front_door import ClientGoneError, FrontDoor, RequestInfo, read_body, until_client_gone
+from serving.api.pins import parse_pin, pin, unpin
 from serving.api.schema import GenerationCall
 from serving.api.service import Generation, Service
 from serving.api.strict_json import decode_object
@@ -81,11 +82,15 @@ def build_admin_app(service: Service, *, version: str, config_text: str) -> ASGI
     async def reset_prefix_cache(_: Request) -> dict[str, Any]:
         return {"num_pages": await service.engine.reset_prefix_cache()}
 
+    parse = functools.partial(parse_pin, config=service.config)
+
     def server_info(_: Request) -> dict[str, Any]:
         return {"version": version, "model": service.model_name, "config": config_text, "stats": service.stats()}
 
     routes: list[BaseRoute] = [
         Route("/reset_prefix_cache", _get(reset_prefix_cache), methods=["POST"]),
+        Route("/pin_prefix", _Post(service, parse, _answering(functools.partial(pin, service))), methods=["POST"]),
+        Route("/unpin_prefix", _Post(service, parse, _answering(functools.partial(unpin, service))), methods=["POST"]),
         Route("/server_info", _get(server_info)),
         Route("/health", _get(lambda _: service.check_alive())),
     ]

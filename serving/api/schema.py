@@ -379,21 +379,22 @@ def _sampling_fields(
     return defaults
 
 
+def salt_digest(salt: str | None) -> bytes:
+    """A client's cache salt as the engine has it, b"" for none: no tier below sees a client's text."""
+    return b"" if salt is None else hashlib.blake2b(salt.encode("utf-8", "replace"), digest_size=16).digest()
+
+
 def _common(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     given = [name for name in ("response_format", "structured_outputs", *GUIDED) if values[name] is not None]
     if len(given) > 1:
         raise RequestError(given[1], f"and {given[0]} cannot go together")
     constraint = values[given[0]] if given else None
-    salt = values["cache_salt"]
     return {
         "params": constrained(SamplingParams(**fields), constraint),
         "constraint": constraint,
         "model": values["model"],
         "request_id": values["request_id"],
-        # no tier below sees a client's text
-        "cache_salt": b""
-        if salt is None
-        else hashlib.blake2b(salt.encode("utf-8", "replace"), digest_size=16).digest(),
+        "cache_salt": salt_digest(values["cache_salt"]),
         "return_token_ids": values["return_token_ids"],
         "priority": values["priority"],
         "max_queue_s": values["max_queue_s"],

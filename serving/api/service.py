@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
+from configs.checks import ConfigError
 from configs.hf import ARCHITECTURES
 from configs.server import ServerConfig
 from serving.api.chat_text import OutputFormats, check_formats, prompt_end
@@ -77,8 +78,13 @@ class Service:
         self._template_pool = ThreadPoolExecutor(NUM_TEMPLATE_THREADS, thread_name_prefix="headrace-template")
 
     def attach(self, engine: AsyncEngine, operations: Operations | None = None) -> None:
-        """Requests are taken from now on. `operations`: what watches the engine; without it there are no metrics."""
+        """Requests are taken from now on. `operations`: what watches the engine; without it there are no metrics.
+
+        Raises ConfigError where tenants would share cached prefixes without the engine's config saying so.
+        """
         inner = engine.engine
+        if self.config.has_tenants and inner.config.enable_prefix_caching and inner.config.prefix_cache_scope is None:
+            raise ConfigError("EngineConfig.prefix_cache_scope is None: a server that tells tenants apart must set it")
         model_type = ARCHITECTURES[inner.model_config.architecture].model_type
         self._formats = OutputFormats.of_model(self.config, inner.tokenizer, model_type, inner.eos_token_ids)
         self._defaults = default_fields(inner.generation_config, max_model_len=inner.max_model_len)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import ipaddress
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from configs.engine import EngineConfig
 from configs.load import changed_settings, config_text
 from configs.run import Configs
 from configs.server import ServerConfig
@@ -207,7 +209,7 @@ def _build(configs: Configs, service: Service) -> Built:
     progress = ProgressReporter(True)
     engine = build_engine(
         configs.run.model_source,
-        configs.engine,
+        resolved_engine_config(configs.engine, configs.server),
         configs.mesh,
         scheduling=configs.scheduling,
         progress=progress,
@@ -221,6 +223,13 @@ def _build(configs: Configs, service: Service) -> Built:
         engine, configs.operations, model_name=service.model_name, is_ready=lambda: service.is_ready
     )
     return AsyncEngine(engine), operations
+
+
+def resolved_engine_config(config: EngineConfig, server: ServerConfig) -> EngineConfig:
+    """The engine's config, with what it leaves to the server."""
+    if config.prefix_cache_scope is not None or not config.enable_prefix_caching:
+        return config
+    return dataclasses.replace(config, prefix_cache_scope="tenant" if server.has_tenants else "shared")
 
 
 def dry_run_text(configs: Configs) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from configs.checks import check_bool, check_int, check_int_tuple, fail
-from configs.engine import mixed_decode_sizes
+from configs.checks import check_bool, check_choice, check_float, check_int, check_int_tuple, fail
+from configs.engine import PREFIX_CACHE_SCOPES, mixed_decode_sizes
 from configs.scheduling import SchedulingConfig
 from serving.request import Request
+from serving.scheduling.eviction import DENSE_8B, RecomputeCost
+from serving.scheduling.prefix_salts import PrefixCacheScope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,11 @@ class SchedulerConfig:
     query_block: int  # a chunk takes a multiple of this many tokens of the bucket
     max_decode_steps: int = 1  # a dispatch decodes 1 or this many steps; at most page_size
     enable_prefix_caching: bool = True
+    prefix_cache_scope: PrefixCacheScope = "shared"  # who shares cached prefixes: all, or the requests of one tenant
+    prefix_cache_floor: float = 0.0  # share of the pool up to which a tenant's cached pages are kept from others
+    prefix_wait_tokens: int | None = None  # a prefix being computed is waited for if it has so many; None: never
+    max_pinned_pages: int = 0  # that pinned prefixes may hold
+    recompute_cost: RecomputeCost = DENSE_8B
     rope: RopeRegime = RopeRegime()
     policy: SchedulingConfig = field(default_factory=SchedulingConfig)
     static_batching: bool = False  # admit only into an empty engine: the classic baseline, for comparison
@@ -77,6 +84,12 @@ class SchedulerConfig:
             if not sizes or list(sizes) != sorted(set(sizes)):
                 fail(self, name, "must be rising and hold at least one size")
         check_bool(self, "enable_prefix_caching")
+        check_choice(self, "prefix_cache_scope", PREFIX_CACHE_SCOPES)
+        check_float(self, "prefix_cache_floor", minimum=0.0, maximum=1.0)
+        check_int(self, "prefix_wait_tokens", minimum=1, optional=True)
+        check_int(self, "max_pinned_pages", minimum=0)
+        if self.max_pinned_pages > self.num_pages - 2:
+            fail(self, "max_pinned_pages", f"leaves nothing of num_pages={self.num_pages} to run in")
         check_bool(self, "static_batching")
         if any(size % self.query_block for size in self.prefill_token_buckets):
             fail(self, "prefill_token_buckets", f"must be multiples of query_block={self.query_block}")

@@ -9,9 +9,10 @@ evictable    ref_count 0, in the prefix cache: still found by a prefix hit, take
 from __future__ import annotations
 
 import itertools
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from serving.scheduling.eviction import EvictionOrder
 from serving.scheduling.prefix_cache import PrefixCache
 from serving.scheduling.schedule import NULL_PAGE
 
@@ -19,14 +20,17 @@ from serving.scheduling.schedule import NULL_PAGE
 class PageAllocator:
     """Reference-counted pages [1, num_pages). Page ids are ints; steps are counted from 1 and complete in order."""
 
-    def __init__(self, num_pages: int, prefix_cache: PrefixCache | None = None):
+    def __init__(
+        self, num_pages: int, prefix_cache: PrefixCache | None = None, eviction_order: EvictionOrder | None = None
+    ):
         assert num_pages >= 2, num_pages
         self.num_pages = num_pages
-        self.num_evictions = 0
         self._prefix_cache = prefix_cache
         self._ref_counts = [0] * num_pages
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack: low ids first
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first; a dict finds it slowly
+        if eviction_order is None:
+            eviction_order = EvictionOrder(1 if prefix_cache is None else prefix_cache.page_size, num_pages)
+        self._evictable = eviction_order
         self._quarantine: dict[int, int] = {}  # page id -> the last step that may write it
         self._completed_step = 0
 
@@ -34,6 +38,19 @@ class PageAllocator:
     def num_free_pages(self) -> int:
         """Pages that `try_allocate` could give now: free and evictable ones."""
         return len(self._free) + len(self._evictable)
+
+    def num_pages_for(self, tenant: str) -> int:
+        """Of these, pages that are not kept for other tenants' cached prefixes."""
+        return len(self._free) + self._evictable.num_pages_for(tenant)
+
+    @property
+    def num_evictions(self) -> int:
+        """Cached pages given up since start."""
+        return sum(self._evictable.num_by_cause.values())
+
+    @property
+    def num_evictions_by_cause(self) -> dict[str, int]:
+        return {str(cause): count for cause, count in self._evictable.num_by_cause.items()}
 
     @property
     def num_evictable_pages(self) -> int:
@@ -76,8 +93,11 @@ class PageAllocator:
         """Whether the page counts as free now and would not once shared."""
         return page_id in self._evictable
 
-    def try_allocate(self, num_pages: int) -> list[int] | None:
-        """Hand out `num_pages` pages with ref_count 1, evicting cached pages where too few are free. None: too few."""
+    def try_allocate(self, num_pages: int, tenant: str = "") -> list[int] | None:
+        """Hand out `num_pages` pages with ref_count 1, evicting cached pages where too few are free. None: too few.
+
+        Pages kept for other tenants than `tenant` go last.
+        """
         if num_pages > self.num_free_pages:
             return None
         page_ids = []
@@ -85,10 +105,9 @@ class PageAllocator:
             if self._free:
                 page_id = self._free.pop()
             else:
-                page_id, _ = self._evictable.popitem(last=False)
                 assert self._prefix_cache is not None
+                page_id = self._evictable.take(tenant)
                 self._prefix_cache.remove(page_id)
-                self.num_evictions += 1
             self._ref_counts[page_id] = 1
             page_ids.append(page_id)
         return page_ids
@@ -99,10 +118,12 @@ class PageAllocator:
         if self._ref_counts[page_id] == 0:
             assert self._prefix_cache is not None and page_id in self._prefix_cache, page_id
             if page_id in self._evictable:
-                del self._evictable[page_id]
+                self._evictable.remove(page_id)
             else:
                 del self._quarantine[page_id]
         self._ref_counts[page_id] += 1
+        if self._prefix_cache is not None and page_id in self._prefix_cache:
+            self._prefix_cache.page(page_id).num_hits += 1
 
     def free(self, page_ids: Sequence[int], after_step: int) -> None:
         """One holder less of each page, given in the order of their sequence.
@@ -110,7 +131,7 @@ class PageAllocator:
         Pages that nobody holds any more are quarantined until step `after_step`, the last dispatched one that may
         write them, has completed; 0 or a completed step frees them at once.
         """
-        for page_id in reversed(page_ids):  # so the tail of a chain is the least recently used, and evicted first
+        for page_id in reversed(page_ids):  # so the tail of a chain is the first to be evicted
             assert page_id != NULL_PAGE and self._ref_counts[page_id] > 0, page_id
             self._ref_counts[page_id] -= 1
             if self._ref_counts[page_id] == 0:
@@ -123,10 +144,8 @@ class PageAllocator:
         """Empty the prefix cache; returns how many pages it had. Pages that nobody holds are free then."""
         if self._prefix_cache is None:
             return 0
-        num_pages = self._prefix_cache.clear()
-        self._free += reversed(self._evictable)
-        self._evictable.clear()
-        return num_pages
+        self._free += reversed(self._evictable.clear())
+        return self._prefix_cache.clear()
 
     def step_completed(self, step_id: int) -> None:
         """No step up to `step_id` writes any more: release what waited for that."""
@@ -138,7 +157,7 @@ class PageAllocator:
 
     def _release(self, page_id: int) -> None:
         if self._prefix_cache is not None and page_id in self._prefix_cache:
-            self._evictable[page_id] = None
+            self._evictable.add(self._prefix_cache.page(page_id))
         else:
             self._free.append(page_id)
 
@@ -152,6 +171,7 @@ class PageAllocator:
         places = Counter([*held, *self._free, *self._evictable, *self._quarantine])
         assert sorted(places) == list(range(1, self.num_pages)) and max(places.values()) == 1, places
         assert all(step > self._completed_step for step in self._quarantine.values())
+        self._evictable.check_integrity()
         for page_id in range(1, self.num_pages):
             is_cached = self._prefix_cache is not None and page_id in self._prefix_cache
             assert not (page_id in self._evictable and not is_cached), page_id

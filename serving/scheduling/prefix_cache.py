@@ -1,12 +1,13 @@
 """Finds full pages of earlier sequences by what they hold. Bookkeeping only: the pages are the allocator's.
 
-A page's hash chains over its parent's (xxh3_128), so one look-up a page finds the longest known prefix. Equal hashes
+A page's hash chains over its parent's (xxh3_128, or sha256 where tenants are kept apart), so one look-up a page finds the longest known prefix. Equal hashes
 are not trusted: a hit also compares the page's tokens and that its parent is the very page matched before it, so a
 collision, by chance or made, costs a miss and never hands over foreign K/V.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,10 @@ import numpy as np
 import xxhash
 
 Hash = Callable[[bytes], bytes]
+
+
+def sha256_digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +29,10 @@ class CachedPage:
     page_hash: bytes
     token_bytes: bytes  # page_size int32
     parent: CachedPage | bytes  # bytes: the salt, for the first page of a sequence
+    index: int  # in its sequence
+    owner: str  # the tenant that published it
+    num_hits: int = 0
+    num_idle_children: int = 0  # pages after it that nobody holds; kept by the eviction order
     is_live: bool = True  # False once removed from the cache
 
 
@@ -37,6 +46,7 @@ class PageChain:
     """
 
     salt: bytes
+    owner: str  # the tenant whose sequence it is
     tail: CachedPage | bytes | None
     num_published: int = 0
     page_hashes: list[bytes] = field(default_factory=list)
@@ -69,9 +79,12 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._by_page)
 
-    def new_chain(self, salt: bytes) -> PageChain:
-        """An empty chain. Chains of different salts never share a page."""
-        return PageChain(salt=salt, tail=salt)
+    def new_chain(self, salt: bytes, owner: str = "") -> PageChain:
+        """An empty chain of a tenant's sequence. Chains of different salts never share a page."""
+        return PageChain(salt=salt, owner=owner, tail=salt)
+
+    def page(self, page_id: int) -> CachedPage:
+        return self._by_page[page_id]
 
     def extend(self, chain: PageChain, token_ids: Sequence[int]) -> None:
         """Append full pages of tokens to the chain: `token_ids` follow those it holds, a multiple of page_size."""
@@ -97,12 +110,14 @@ class PrefixCache:
             parent = page
         return match
 
-    def publish(self, chain: PageChain, page_ids: Sequence[int], num_full_pages: int) -> None:
+    def publish(self, chain: PageChain, page_ids: Sequence[int], num_full_pages: int) -> list[CachedPage]:
         """Offer the chain's pages [num_published, num_full_pages), held in `page_ids`, which are computed and known.
+        Returns those that are new to the cache.
 
         Where the cache has the same tokens already, its page stays and the chain goes on from there. A hash taken by
         other tokens, or a parent evicted meanwhile, ends the chain: pages after it could never be reached.
         """
+        new_pages = []
         while chain.num_published < num_full_pages:
             index = chain.num_published
             chain.num_published += 1
@@ -113,14 +128,16 @@ class PrefixCache:
             page_hash, tokens = chain.page_hashes[index], chain.page_tokens[index]
             page = self._by_hash.get(page_hash)
             if page is None:
-                page = CachedPage(page_ids[index], page_hash, tokens, parent)
+                page = CachedPage(page_ids[index], page_hash, tokens, parent, index, chain.owner)
                 self._by_hash[page_hash] = page
                 self._by_page[page.page_id] = page
                 chain.tail = page
+                new_pages.append(page)
             elif page.parent == parent and page.token_bytes == tokens:
                 chain.tail = page
             else:
                 chain.tail = None
+        return new_pages
 
     def remove(self, page_id: int) -> None:
         """Forget a page, if it is cached: it is about to be overwritten, or its content is not to be trusted."""

@@ -27,13 +27,18 @@ import numpy as np
 
 from serving.request import FinishReason, Request, RequestError, RequestStatus
 from serving.scheduling.config import SchedulerConfig
+from serving.scheduling.eviction import EvictionOrder
 from serving.scheduling.page_allocator import PageAllocator
-from serving.scheduling.prefix_cache import CachedPage, PageChain, PrefixCache
+from serving.scheduling.pending_prefixes import PendingPrefixes
+from serving.scheduling.pinned_prefixes import PinnedPrefixes
+from serving.scheduling.prefix_cache import CachedPage, PageChain, PrefixCache, sha256_digest
+from serving.scheduling.prefix_salts import PrefixSalts
 from serving.scheduling.schedule import PageAppend, PrefillChunk, Schedule, SlotMove, SlotReset
 from serving.scheduling.tenants import KvBudgets
 from serving.scheduling.waiting_queue import Entry, WaitingQueue
 
 MAX_IDLE_SHARE = 1 / 16  # of the slot steps of a dispatch, while a request waits
+MAX_NEW_PREFIX_WAITS = 64  # in a step: finding out whether to wait takes hashes of the whole prompt
 
 NO_TOKEN = -1  # the slot sampled nothing at this step
 NOT_FINITE = -2  # the slot's logits were not finite
@@ -80,6 +85,7 @@ class SchedulerStats:
     num_rope_restarts: int = 0  # sequences that outgrew their rope regime
     num_prefix_query_tokens: int = 0  # of admitted requests that may read the prefix cache
     num_prefix_hit_tokens: int = 0
+    num_prefix_waits: int = 0  # times that a request waited for a prefix that another one was computing
 
 
 @dataclass(eq=False, slots=True)
@@ -101,6 +107,7 @@ class _Sequence:
     num_page_tokens: int = 0  # that these pages hold
     num_hit_pages: int = 0  # of those, from the prefix cache
     chain: PageChain | None = None  # None: no prefix caching
+    awaited_page: bytes | None = None  # hash of the last page of the prefix that it waits for
     regime_tokens: int = 0  # positions [0, regime_tokens) may be computed in the rope regime of the K/V
     is_decoding: bool = False  # all known tokens were dispatched; from here the slot goes on by itself
     num_confirmed_tokens: int = 0
@@ -140,8 +147,19 @@ class Scheduler:
         self.config = config
         self.stats = SchedulerStats()
         self.needs_drain = False
-        self.prefix_cache = PrefixCache(config.page_size) if config.enable_prefix_caching else None
-        self.page_allocator = PageAllocator(config.num_pages, self.prefix_cache)
+        self.prefix_cache: PrefixCache | None = None
+        if config.enable_prefix_caching:
+            self.prefix_cache = PrefixCache(config.page_size)
+            if config.prefix_cache_scope == "tenant":  # those who do not trust each other could make collisions
+                self.prefix_cache.hash_fn = sha256_digest
+        floor_pages = int(config.prefix_cache_floor * (config.num_pages - 1))
+        order = EvictionOrder(config.page_size, config.num_pages, config.recompute_cost, floor_pages)
+        self.page_allocator = PageAllocator(config.num_pages, self.prefix_cache, order)
+        self.pinned_prefixes: PinnedPrefixes | None = None
+        if self.prefix_cache is not None:
+            self.pinned_prefixes = PinnedPrefixes(self.prefix_cache, self.page_allocator, config.max_pinned_pages)
+        self._salts = PrefixSalts(config.prefix_cache_scope)
+        self._pending_prefixes = PendingPrefixes()
         self._sequences: dict[str, dict[int, _Sequence]] = {}  # request id -> child index -> unfinished sequence
         self._waiting: WaitingQueue[_Sequence] = WaitingQueue(config.policy)
         self._running: list[_Sequence] = []  # by class, then in order of arrival
@@ -149,6 +167,7 @@ class Scheduler:
         self._budgets = KvBudgets(config.policy)
         self._expired: list[Request] = []  # for `take_expired`
         self._now_s = 0.0  # of the last schedule()
+        self._num_new_prefix_waits = 0  # in this schedule()
         self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest first
         self._deactivate: set[int] = set()  # for the next schedule
         self._zero_pages: dict[int, None] = {}  # for the next schedule
@@ -163,6 +182,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_pinned_pages(self) -> int:
+        """Cached pages that pinned prefixes hold."""
+        return 0 if self.pinned_prefixes is None else self.pinned_prefixes.num_held_pages
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -185,11 +209,12 @@ class Scheduler:
         config = self.config
         # The last token that may be sampled is not computed.
         num_pages = config.num_pages_for(max(num_tokens, max_total_tokens - 1))
-        if num_pages > config.num_pages - 1:
+        if num_pages > config.num_pages - 1 - config.max_pinned_pages:
+            pinned = f", {config.max_pinned_pages} of them for pinned prefixes" if config.max_pinned_pages else ""
             raise RequestError(
                 "max_total_tokens",
                 f"is {max_total_tokens}, which takes {num_pages} pages of {config.page_size} tokens; "
-                f"the pool has {config.num_pages - 1}",
+                f"the pool has {config.num_pages - 1}{pinned}",
             )
         return num_pages
 
@@ -271,6 +296,8 @@ class Scheduler:
         self.needs_drain = False
         self._now_s = now_s
         self._drop_expired()
+        self._resume_waits()
+        self._num_new_prefix_waits = 0
         self._restart_outgrown_sequences()
         resets = self._admit_urgent()
         ready = None if resets is None else self._make_room_to_decode({reset.slot for reset in resets})
@@ -384,7 +411,7 @@ class Scheduler:
         match, num_missing = self._pages_to_take(sequence)
         hits = {page.page_id for page in match}
         num_missing += sum(min(s.max_pages - len(s.page_ids), max_growth) for s in self._running)
-        num_missing -= self.page_allocator.num_free_pages
+        num_missing -= self._num_pages_for(request)
         victims: list[_Sequence] = []
         given: Counter[str] = Counter()  # tokens, by tenant
         released: Counter[int] = Counter()  # holders, by page
@@ -482,6 +509,8 @@ class Scheduler:
         num_steps = self.config.max_decode_steps
         if num_steps == 1:
             return None
+        if self._waiting.num_parked:
+            return None  # the step in flight brings what they wait for
         lacking = []
         num_idle, needs_all = 0, False
         for sequence in decoding:  # once a step for each: kept short
@@ -518,7 +547,7 @@ class Scheduler:
         return moves
 
     def _append_page(self, sequence: _Sequence) -> PageAppend:
-        page_ids = self.page_allocator.try_allocate(1)
+        page_ids = self.page_allocator.try_allocate(1, sequence.request.context.tenant)
         assert page_ids is not None and sequence.slot is not None
         sequence.page_ids += page_ids
         self._count_pages(sequence, len(page_ids))
@@ -541,6 +570,7 @@ class Scheduler:
                 budget -= self._add_chunk(sequence, budget - num_reserved, chunks)
         is_static = config.static_batching
         may_admit = not (is_static and self._running)
+        self._resume_waits()  # a producer may have given way in this very step
         while may_admit and self._free_slots and (budget > num_reserved or is_static):
             entry = self._next_entry(num_long=len(long_ones))
             reset = None if entry is None else self._try_admit(entry.item)
@@ -569,15 +599,20 @@ class Scheduler:
     def _next_entry(self, num_long: int | None = None) -> Entry[_Sequence] | None:
         """Who is to be placed next. `num_long`: long prompts in prefill; None: that is to be counted."""
         policy = self.config.policy
-        if not self._waiting:
-            return None
         may_be_long = True
         if policy.long_prefill_tokens:
             if num_long is None:
                 num_long = sum(s.entry.is_long and not s.is_decoding for s in self._running)
             may_be_long = num_long < policy.max_long_prefills
         is_over = self._is_over_budget if self._budgets.is_used else None
-        return self._waiting.head(may_be_long=may_be_long, is_over=is_over)
+        while (entry := self._waiting.head(may_be_long=may_be_long, is_over=is_over)) is not None:
+            if not self._had_better_wait(entry.item):
+                return entry
+            if self._num_new_prefix_waits == MAX_NEW_PREFIX_WAITS:
+                return None
+            self._num_new_prefix_waits += 1
+            self._waiting.park(entry)  # those behind it may go on
+        return None
 
     def _is_over_budget(self, entry: Entry[_Sequence]) -> bool:
         """Whether its tenant would hold more KV than its budget with it."""
@@ -621,20 +656,22 @@ class Scheduler:
         Pages for the running sequences to grow into are left over, so that an admission does not make the next
         step preempt: one each, and twice as many each time this request was preempted. Once that covers all they
         can still need, no older sequence can push it out again, which bounds preemptions by the logarithm of the
-        longest sequence's pages. With nobody running every page is there, so whatever `add` accepted gets in.
+        longest sequence's pages. Nor are cached pages taken that are kept for other tenants. With nobody running every
+        page is there, so whatever `add` accepted gets in.
         """
         request = sequence.request
         match, num_taken_pages = self._pages_to_take(sequence)
         hit_page_ids = [page.page_id for page in match]
         max_growth = 1 << request.num_preemptions
-        num_left_pages = self.page_allocator.num_free_pages - num_taken_pages
+        num_left_pages = self._num_pages_for(request) - num_taken_pages
         if num_left_pages < max_growth * len(self._running) and num_left_pages < sum(
             min(s.max_pages - len(s.page_ids), max_growth) for s in self._running
         ):
             return None
         for page_id in hit_page_ids:
             self.page_allocator.share(page_id)
-        new_page_ids = self.page_allocator.try_allocate(self.config.num_pages_for(request.num_tokens) - len(match))
+        num_new_pages = self.config.num_pages_for(request.num_tokens) - len(match)
+        new_page_ids = self.page_allocator.try_allocate(num_new_pages, request.context.tenant)
         assert new_page_ids is not None
 
         for sibling in self._sequences[request.request_id].values():
@@ -648,6 +685,7 @@ class Scheduler:
         sequence.num_hit_pages = len(match)
         if sequence.chain is not None:
             sequence.chain.restart(match)
+            self._announce_prefix(sequence, sequence.chain, len(match))
         num_hit_tokens = len(match) * self.config.page_size
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_hit_tokens
@@ -667,6 +705,11 @@ class Scheduler:
         num_new_pages = self.config.num_pages_for(request.num_tokens) - len(match)
         return match, num_new_pages + sum(self.page_allocator.is_evictable(page.page_id) for page in match)
 
+    def _num_pages_for(self, request: Request) -> int:
+        """Free and evictable pages that it may take: not those kept for other tenants, unless nobody runs."""
+        pages = self.page_allocator
+        return pages.num_pages_for(request.context.tenant) if self._running else pages.num_free_pages
+
     def _may_read_cache(self, request: Request) -> bool:
         # Log-probs of the prompt need the logits of every prompt position: none can be skipped.
         return self.prefix_cache is not None and request.params.prompt_logprobs is None
@@ -675,9 +718,9 @@ class Scheduler:
         request = sequence.request
         if self.prefix_cache is None:
             return []
-        salt = self.config.rope.salt(request) + b"/" + request.cache_salt
+        salt = self._salts.salt(request, self.config.rope.salt(request))
         if sequence.chain is None or sequence.chain.salt != salt:
-            sequence.chain = self.prefix_cache.new_chain(salt)
+            sequence.chain = self.prefix_cache.new_chain(salt, request.context.tenant)
         if not self._may_read_cache(request):
             return []
         max_pages = (request.num_tokens - 1) // self.config.page_size  # the last token runs: its logits are needed
@@ -688,6 +731,50 @@ class Scheduler:
         if num_full_pages > len(chain):
             page_size = self.config.page_size
             cache.extend(chain, sequence.token_ids(len(chain) * page_size, num_full_pages * page_size))
+
+    # schedule(): prefixes that running requests are computing
+
+    def _announce_prefix(self, sequence: _Sequence, chain: PageChain, num_hit_pages: int) -> None:
+        assert self.prefix_cache is not None
+        if self.config.prefix_wait_tokens is not None:
+            num_full_pages = sequence.request.num_tokens // self.config.page_size
+            self._extend_chain(self.prefix_cache, sequence, chain, num_full_pages)
+            if num_full_pages > num_hit_pages:
+                self._pending_prefixes.announce(sequence.order, chain, num_hit_pages, num_full_pages)
+
+    def _resume_waits(self) -> None:
+        """Those whose prefix has come, or will not come, are to be placed again."""
+        for entry in self._waiting.parked:
+            sequence = entry.item
+            assert sequence.awaited_page is not None
+            if not self._pending_prefixes.is_pending(sequence.awaited_page, sequence.order):
+                sequence.awaited_page = None
+                self._waiting.unpark(entry, self._now_s)
+
+    def _had_better_wait(self, sequence: _Sequence) -> bool:
+        """Whether an older running request is computing enough of what a waiting one would compute first;
+        `awaited_page` then names the end of it.
+
+        The older one holds all the pages it needs, so nobody waits in a circle or for long; once it ends or gives way,
+        the wait is over.
+        """
+        wait_tokens, page_size, request = self.config.prefix_wait_tokens, self.config.page_size, sequence.request
+        if (
+            not self._pending_prefixes
+            or wait_tokens is None
+            or self.config.static_batching
+            or not self._may_read_cache(request)
+        ):
+            return False
+        match, _ = self._pages_to_take(sequence)
+        assert sequence.chain is not None
+        missing = sequence.chain.page_hashes[len(match) : (request.num_tokens - 1) // page_size]
+        num_pages = self._pending_prefixes.run_length(missing, sequence.order)
+        if num_pages * page_size < wait_tokens:
+            return False
+        sequence.awaited_page = missing[num_pages - 1]
+        self.stats.num_prefix_waits += 1
+        return True
 
     # schedule(): its two ends
 
@@ -806,13 +893,19 @@ class Scheduler:
             num_full_pages = sequence.num_confirmed_tokens // self.config.page_size
             if num_full_pages > sequence.chain.num_published:
                 self._extend_chain(self.prefix_cache, sequence, sequence.chain, num_full_pages)
-                self.prefix_cache.publish(sequence.chain, sequence.page_ids, num_full_pages)
+                new_pages = self.prefix_cache.publish(sequence.chain, sequence.page_ids, num_full_pages)
+                self._pending_prefixes.published(sequence.order, num_full_pages)
+                if self.pinned_prefixes:
+                    for page in new_pages:
+                        self.pinned_prefixes.hold(page)
 
     # Ends of running
 
     def _finish_poisoned(self, sequence: _Sequence) -> None:
         """End a request whose logits were not finite. Its pages leave the cache; those nobody else holds are zeroed
         before the next step."""
+        if self.pinned_prefixes:
+            self.pinned_prefixes.give_back(set(sequence.page_ids[sequence.num_hit_pages :]), sequence.last_step_id)
         own_page_ids = [p for p in sequence.page_ids if self.page_allocator.ref_count(p) == 1]
         self._mark_to_zero(own_page_ids)
         if self.prefix_cache is not None:
@@ -877,6 +970,7 @@ class Scheduler:
     def _release(self, sequence: _Sequence, *, is_stopped: bool) -> None:
         """Give back slot and pages; the pages are quarantined while a step in flight may write them."""
         assert sequence.slot is not None
+        self._pending_prefixes.withdraw(sequence.order)
         self.page_allocator.free(sequence.page_ids, after_step=sequence.last_step_id)
         if not is_stopped:
             self._deactivate.add(sequence.slot)
@@ -888,6 +982,40 @@ class Scheduler:
         sequence.page_ids = []
         sequence.num_hit_pages = 0
         sequence.is_decoding = False
+
+    # The prefix cache from outside
+
+    def pin_prefix(self, request: Request) -> int:
+        """Keep the full pages of a prompt from eviction, from when they are in the cache; returns how many.
+
+        request: says tokens, tenant and salt; it does not run. Raises RequestError where it has no full page, beyond
+        `max_pinned_pages`, and without a prefix cache.
+        """
+        pins, chain = self._pin_chain(request)
+        return pins.pin(chain)
+
+    def unpin_prefix(self, request: Request) -> int:
+        """Take back `pin_prefix` of the same; returns how many pages it had. Raises RequestError where it is not pinned."""
+        pins, chain = self._pin_chain(request)
+        return pins.unpin(chain)
+
+    def _pin_chain(self, request: Request) -> tuple[PinnedPrefixes, PageChain]:
+        if self.prefix_cache is None or self.pinned_prefixes is None:
+            raise RequestError("prompt", "cannot be pinned: enable_prefix_caching is off")
+        page_size = self.config.page_size
+        num_full_pages = request.num_prompt_tokens // page_size
+        if num_full_pages == 0:
+            raise RequestError("prompt", f"has {request.num_prompt_tokens} tokens; a page to pin takes {page_size}")
+        salt = self._salts.salt(request, self.config.rope.salt(request))
+        chain = self.prefix_cache.new_chain(salt, request.context.tenant)
+        self.prefix_cache.extend(chain, request.prompt_token_ids[: num_full_pages * page_size])
+        return self.pinned_prefixes, chain
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix; returns how many pages were forgotten. What runs goes on, and pins stay."""
+        if self.pinned_prefixes is not None:
+            self.pinned_prefixes.give_back_all()
+        return self.page_allocator.forget_cached_pages()
 
     # Look-ups and checks
 
@@ -903,9 +1031,15 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, slots, pages and the prefix cache disagree."""
         config = self.config
-        self.page_allocator.check_integrity([s.page_ids for s in self._running])
-        if self.prefix_cache is not None:
+        holders = [s.page_ids for s in self._running]
+        if self.prefix_cache is not None and self.pinned_prefixes is not None:
             self.prefix_cache.check_integrity()
+            self.pinned_prefixes.check_integrity()
+            holders.append(self.pinned_prefixes.held_page_ids)
+        self.page_allocator.check_integrity(holders)
+        self._pending_prefixes.check_integrity(
+            {s.order: s.chain.num_published for s in self._running if s.chain is not None}
+        )
         assert sorted([*self._free_slots, *(s.slot for s in self._running if s.slot is not None)]) == list(
             range(config.max_num_seqs)
         )
@@ -926,6 +1060,7 @@ class Scheduler:
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), request.status
             assert sequence.slot is None and not sequence.page_ids and sequence.num_in_flight_tokens == 0
             assert request.num_computed_tokens == 0
+            assert (sequence.awaited_page is not None) == (sequence.entry in self._waiting.parked)
         for sequence in self._running:
             request = sequence.request
             num_computed = request.num_computed_tokens

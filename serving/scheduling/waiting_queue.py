@@ -123,6 +123,7 @@ class WaitingQueue[Item]:
         self._config = config
         self._classes: list[_ClassQueue[Item]] = [_ClassQueue() for _ in config.class_names]
         self._entries: dict[int, Entry[Item]] = {}  # by order of arrival
+        self._parked: dict[int, Entry[Item]] = {}  # by order of arrival
         self._ageing: list[tuple[float, int, _Key, Entry[Item]]] = []  # heap: when, tie, key it had then
         self._deadlines: list[tuple[float, int, _Key, Entry[Item]]] = []  # heap, of those never placed
         self._numbers = itertools.count()
@@ -131,13 +132,21 @@ class WaitingQueue[Item]:
             self._weights[name] = config.weight(name)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + len(self._parked)
 
     def __iter__(self) -> Iterator[Entry[Item]]:
-        return iter(list(self._entries.values()))  # a copy: other threads may ask
+        return iter([*list(self._entries.values()), *self.parked])  # copies: other threads may ask
 
     def __contains__(self, entry: Entry[Item]) -> bool:
-        return entry.key is not None
+        return entry.key is not None or entry.order in self._parked
+
+    @property
+    def parked(self) -> list[Entry[Item]]:
+        return list(self._parked.values())
+
+    @property
+    def num_parked(self) -> int:
+        return len(self._parked)
 
     def virtual_time(self, class_index: int) -> float:
         """Of a class: rises, in tokens over weight."""
@@ -167,12 +176,24 @@ class WaitingQueue[Item]:
 
     def remove(self, entry: Entry[Item]) -> None:
         """It is placed, or has ended."""
+        if self._parked.pop(entry.order, None) is not None:
+            return
         assert entry.key is not None
         entry.key = None
         del self._entries[entry.order]
         self._classes[entry.class_index].remove(entry)
         for heap in (self._ageing, self._deadlines):
             _compact(heap, len(self._entries))
+
+    def park(self, entry: Entry[Item]) -> None:
+        """Let an entry wait without being placed, ageing or expiring, until `unpark`: for a moment."""
+        self.remove(entry)
+        self._parked[entry.order] = entry
+
+    def unpark(self, entry: Entry[Item], now_s: float) -> None:
+        del self._parked[entry.order]
+        self._entries[entry.order] = entry
+        self._insert(entry, now_s)
 
     def placed(self, entry: Entry[Item], num_tokens: int) -> None:
         """Remove an entry that runs now and charge its tenant for `num_tokens`, those to compute, the first time: a
@@ -248,6 +269,7 @@ class WaitingQueue[Item]:
         """Raise AssertionError where the queue's maps disagree."""
         for order, entry in self._entries.items():
             assert entry.order == order and entry.key is not None
+        assert all(entry.key is None for entry in self._parked.values())
         found = [
             entry
             for queue in self._classes

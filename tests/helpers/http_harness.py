@@ -53,7 +53,7 @@ def byte_tokenizer(*, template: str | None = TEMPLATE, adds_bos: bool = True) ->
 
 
 def tiny_engine(
-    *, template: str = TEMPLATE, context: int = CONTEXT, scheduling: SchedulingConfig | None = None
+    *, template: str = TEMPLATE, context: int = CONTEXT, scheduling: SchedulingConfig | None = None, **settings: Any
 ) -> AsyncEngine:
     """Random weights, 301 tokens, eight slots, 128 pages of 8 tokens; no token ends its output but 7."""
     config = EngineConfig(
@@ -65,6 +65,8 @@ def tiny_engine(
         query_block=16,
         max_decode_steps=1,
         num_pages=129,
+        prefix_cache_scope="tenant",
+        **settings,
     )
     engine = build_engine(f"dummy:{TINY}", config, MeshConfig(), scheduling=scheduling)
     engine.tokenizer = byte_tokenizer(template=template)

@@ -929,6 +929,8 @@ def test_s53_nothing_but_health_checks_is_open_without_a_key(keyed, engine):
         "/openapi.json",
         "/server_info",
         "/reset_prefix_cache",
+        "/pin_prefix",
+        "/unpin_prefix",
     ]
     open_paths = {"/health", "/healthz", "/readyz", "/ping"}
     assert open_paths <= set(paths)

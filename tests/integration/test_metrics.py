@@ -298,7 +298,10 @@ def truth(log, config, model_name):
     values["headrace_ready"][plain] = 1
     values["headrace_step_stuck"][plain] = 0
     values["headrace_compiles_total"][plain] = 0
-    values["headrace_page_evictions_total"][plain] = engine.stats()["num_page_evictions"]
+    values["headrace_page_evictions_total"] = {(cause,): n for cause, n in pages.num_evictions_by_cause.items()}
+    assert sum(values["headrace_page_evictions_total"].values()) == engine.stats()["num_page_evictions"]
+    values["headrace_prefix_waits_total"][plain] = engine.stats()["num_prefix_waits"]
+    values["headrace_pinned_pages"][plain] = 0
     values["headrace_programs"] = {("compiled",): len(engine.runner.reports), ("loaded",): 0}
     values["headrace_slo_seconds"] = {("ttft",): SLO["ttft_slo_s"], ("tpot",): SLO["tpot_slo_s"]}
     values["headrace_peak_flops_per_second"][plain] = CEILINGS.matmul_flops_per_s

@@ -290,7 +290,8 @@ def test_every_config_field_and_every_sampling_field_has_a_flag():
         EngineConfig: {
             "dtype": "float32", "kv_dtype": "float8_e4m3fn", "page_size": 32, "max_model_len": 64,
             "max_num_seqs": 3, "prefill_token_buckets": (16, 48), "query_block": 16, "max_decode_steps": 4,
-            "num_pages": 9, "memory_fraction": 0.5, "enable_prefix_caching": False, "max_logprobs": 2, "seed": 8,
+            "num_pages": 9, "memory_fraction": 0.5, "enable_prefix_caching": True, "max_logprobs": 2, "seed": 8,
+            "prefix_cache_scope": "tenant", "prefix_cache_floor": 0.1, "prefix_wait_tokens": 7, "max_pinned_pages": 3,
             "compilation_cache_dir": "here", "kv_cache_bytes": None, "decode_slot_buckets": (1, 3),
             "executables_dir": "there", "kv_scales": "per_tensor",
         },

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from configs.engine import mixed_decode_sizes
-from serving.request import FinishReason, Request, RequestContext, RequestStatus, SamplingParams
+from serving.request import DEFAULT_TENANT, FinishReason, Request, RequestContext, RequestStatus, SamplingParams
 from serving.scheduling.config import RopeRegime, SchedulerConfig
 from serving.scheduling.schedule import Schedule
 from serving.scheduling.scheduler import NO_TOKEN, NOT_FINITE, Scheduler, StepEvent
@@ -333,7 +333,7 @@ def make_request(
     child_index: int = 0,
     seed: int = 0,
     cache_salt: bytes = b"",
-    tenant: str = "default",
+    tenant: str = DEFAULT_TENANT,
     priority: int = 0,
     deadline_s: float | None = None,
     arrival_time_s: float = 0.0,

@@ -22,6 +22,10 @@ from serving.scheduling.config import RopeRegime
         ("max_decode_steps", 5),  # page_size is 4
         ("enable_prefix_caching", 1),
         ("static_batching", None),
+        ("prefix_cache_scope", "all"),
+        ("prefix_cache_floor", 1.5),
+        ("prefix_wait_tokens", 0),
+        ("max_pinned_pages", -1),
     ],
 )
 def test_a_wrong_size_is_refused_by_name_and_value(tools, field, value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serving.request import FinishReason, StructuredOutput
+from serving.request import FinishReason, RequestError, StructuredOutput
 from serving.scheduling.config import RopeRegime
 
 NUM_REQUESTS = 60
@@ -16,9 +16,14 @@ def random_engine(tools, rng, **changes):
     max_model_len = changes.get("max_model_len") or max(24, rng.choice([page_size * 2 + 3, page_size * 4, 96]))
     min_pages = -(-(max_model_len - 1) // page_size) + 1  # one longest sequence and the null page
     query_block = rng.choice([1, 4, 8])
+    max_pinned_pages = rng.choice([0, 0, 3])
     values = {
         "page_size": page_size,
-        "num_pages": min_pages + rng.choice([0, 1, min_pages, 4 * min_pages]),
+        "num_pages": min_pages + max_pinned_pages + rng.choice([0, 1, min_pages, 4 * min_pages]),
+        "max_pinned_pages": max_pinned_pages,
+        "prefix_cache_scope": rng.choice(["shared", "tenant"]),
+        "prefix_cache_floor": rng.choice([0.0, 0.1, 0.5, 1.0]),
+        "prefix_wait_tokens": rng.choice([None, 1, page_size + 1]),
         "decode_sizes": tuple(sorted({rng.randint(1, 8) for _ in range(rng.choice([1, 1, 3]))})),
         "max_model_len": max_model_len,
         "query_block": query_block,
@@ -31,7 +36,7 @@ def random_engine(tools, rng, **changes):
 
 def random_request(tools, rng, config, prefixes, index):
     """Half the prompts start with a common prefix; lengths reach the context limit; some have n > 1, stop tokens,
-    min_tokens, a tenant's salt, a structured output, or score only."""
+    min_tokens, a salt, another tenant, a structured output, or score only."""
     max_prompt = config.max_model_len - 1
     prompt = list(rng.choice(prefixes)) if rng.random() < 0.5 else []
     prompt += tools.random_prompt(rng, rng.randint(1, max(1, max_prompt // 2)))
@@ -51,7 +56,8 @@ def random_request(tools, rng, config, prefixes, index):
     num_children = rng.choice([1, 1, 1, 3])
     shared = {
         "seed": rng.randrange(4),
-        "cache_salt": rng.choice([b"", b"", b"tenant"]),
+        "cache_salt": rng.choice([b"", b"", b"salt"]),
+        "tenant": rng.choice(["a", "a", "b", "c"]),
         "max_model_len": config.max_model_len,
     }
     return [
@@ -61,12 +67,13 @@ def random_request(tools, rng, config, prefixes, index):
 
 
 def drive(tools, rng, engine, *, num_requests=NUM_REQUESTS, with_faults=True):
-    """Random arrivals, aborts at any stage, stop strings, NaNs and a prefix cache that is emptied, until all is done;
-    outputs must be solo outputs."""
+    """Random arrivals, aborts at any stage, stop strings, NaNs, pinned prefixes and a prefix cache that is emptied, until
+    all is done; outputs must be solo outputs."""
     config = engine.config
     prefixes = [tools.random_prompt(rng, rng.randint(1, config.max_model_len)) for _ in range(3)]
     arrival_rate = rng.choice([0.05, 0.3, 1.0])
     index = 0
+    pinned = []
     while True:
         while index < num_requests and rng.random() < arrival_rate:
             for request in random_request(tools, rng, config, prefixes, index):
@@ -82,10 +89,25 @@ def drive(tools, rng, engine, *, num_requests=NUM_REQUESTS, with_faults=True):
             assert all(request.finish_reason is FinishReason.ABORT for request in ended)
             engine.scheduler.check_integrity()
         if with_faults and rng.random() < 0.03:
-            engine.scheduler.page_allocator.forget_cached_pages()
+            engine.scheduler.reset_prefix_cache()
+            engine.scheduler.check_integrity()
+        if config.max_pinned_pages and config.enable_prefix_caching and rng.random() < 0.05:
+            if pinned and rng.random() < 0.3:
+                engine.scheduler.unpin_prefix(pinned.pop())
+            else:
+                request = tools.make_request("pin", rng.choice(prefixes), tenant="a")
+                try:
+                    engine.scheduler.pin_prefix(request)
+                except RequestError as error:
+                    assert error.field == "prompt"
+                else:
+                    if request.prompt_token_ids not in [other.prompt_token_ids for other in pinned]:
+                        pinned.append(request)
             engine.scheduler.check_integrity()
         if not engine.step() and index == num_requests:
             break
+    for request in pinned:
+        engine.scheduler.unpin_prefix(request)
     engine.check_idle()
     engine.check_outputs()
 
