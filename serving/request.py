@@ -377,6 +377,8 @@ class Request:
     seed: int = 0  # 64-bit; mixed with child_index on the host, with the position on the device
     context: RequestContext = RequestContext()
     cache_salt: bytes = b""  # requests of different salts never share pages through the prefix cache
+    keeps_pages: bool = False  # ended by length, its pages stay until `Scheduler.release_pages`, for others to fork
+    fork_of: Request | None = None  # one that keeps its pages, and of whose tokens only the last is not this one's too
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)

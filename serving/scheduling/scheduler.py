@@ -26,9 +26,10 @@ import numpy as np
 
 from serving.request import FinishReason, Request, RequestError, RequestStatus
 from serving.scheduling.config import SchedulerConfig
+from serving.scheduling.forking import ForkSource, KeptPages
 from serving.scheduling.page_allocator import PageAllocator
 from serving.scheduling.prefix_cache import CachedPage, PageChain, PrefixCache
-from serving.scheduling.schedule import PageAppend, PrefillChunk, Schedule, SlotMove, SlotReset
+from serving.scheduling.schedule import PageAppend, PageCopy, PrefillChunk, Schedule, SlotMove, SlotReset
 
 MAX_IDLE_SHARE = 1 / 16  # of the slot steps of a dispatch, while a request waits
 
@@ -76,6 +77,7 @@ class SchedulerStats:
     num_rope_restarts: int = 0  # sequences that outgrew their rope regime
     num_prefix_query_tokens: int = 0  # of admitted requests that may read the prefix cache
     num_prefix_hit_tokens: int = 0
+    num_forks: int = 0  # admissions that took over pages of a sequence with the same first tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -86,12 +88,12 @@ class _Sequence:
     # [num_confirmed_tokens, num_computed_tokens)  K/V in pages once the steps in flight have run
     # [num_tokens, num_future_tokens)              sampled by steps in flight, not read yet
     request: Request
-    order: int  # of arrival
+    order: tuple[int, int]  # of arrival; then, among those forked of one request, of their making
     max_pages: int  # that it can ever fill
     num_future_tokens: int
     slot: int | None = None
     page_ids: list[int] = field(default_factory=list)
-    num_hit_pages: int = 0  # of those, from the prefix cache
+    num_hit_pages: int = 0  # of those, from the prefix cache or another sequence
     chain: PageChain | None = None  # None: no prefix caching
     regime_tokens: int = 0  # positions [0, regime_tokens) may be computed in the rope regime of the K/V
     is_decoding: bool = False  # all known tokens were dispatched; from here the slot goes on by itself
@@ -121,8 +123,12 @@ class _Sequence:
         return prompt[start:num_prompt] + tuple(output[max(start - num_prompt, 0) : stop - num_prompt])
 
 
-def _order(sequence: _Sequence) -> int:
+def _order(sequence: _Sequence) -> tuple[int, int]:
     return sequence.order
+
+
+def _key(request: Request) -> tuple[str, int]:
+    return request.request_id, request.child_index
 
 
 class Scheduler:
@@ -145,6 +151,8 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest first
         self._deactivate: set[int] = set()  # for the next schedule
         self._zero_pages: dict[int, None] = {}  # for the next schedule
+        self._page_copies: list[PageCopy] = []  # for the next schedule
+        self._kept_pages: dict[tuple[str, int], KeptPages] = {}  # of finished requests, by id and child index
         self._in_flight: deque[int] = deque()  # ids of steps scheduled and not updated
         self._next_step_id = 1
         self._num_added = 0
@@ -208,15 +216,21 @@ class Scheduler:
         children = self._sequences.setdefault(request.request_id, {})
         if request.child_index in children:
             raise RequestError("request_id", f"{request.request_id!r} is in use")
+        order = (self._num_added, 0)
+        if request.fork_of is not None:  # takes the place of what it goes on with
+            order = (self._kept_pages[_key(request.fork_of)].order[0], self._num_added)
         sequence = _Sequence(
-            request=request, order=self._num_added, max_pages=num_pages, num_future_tokens=request.num_tokens
+            request=request, order=order, max_pages=num_pages, num_future_tokens=request.num_tokens
         )
         self._num_added += 1
         children[request.child_index] = sequence
-        self._waiting.append(sequence)
+        bisect.insort(self._waiting, sequence, key=_order)
 
     def abort(self, request_id: str) -> list[Request]:
-        """End all unfinished requests of this id, at whatever stage; returns them. Unknown and finished ids: none."""
+        """End all unfinished requests of this id, at whatever stage; returns them. Unknown and finished ids: none.
+
+        Pages that finished ones keep stay until `release_pages`.
+        """
         sequences = list(self._sequences.get(request_id, {}).values())
         for sequence in sequences:
             self._finish(sequence, FinishReason.ABORT)
@@ -236,6 +250,13 @@ class Scheduler:
             return False
         self._finish(sequence, reason, stop_reason, error=error)
         return True
+
+    def release_pages(self, request: Request) -> None:
+        """Give back what a finished request keeps (`Request.keeps_pages`), if it does. Forks of it that were not
+        admitted compute everything themselves."""
+        kept = self._kept_pages.pop(_key(request), None)
+        if kept is not None:
+            self.page_allocator.free(kept.page_ids, after_step=kept.last_step_id)
 
     # One step
 
@@ -258,8 +279,10 @@ class Scheduler:
                 budget -= self._add_chunk(sequence, budget, chunks)
         is_static = self.config.static_batching
         may_admit = not (is_static and self._running)
-        while may_admit and self._waiting and self._free_slots and (budget or is_static):
-            sequence = self._waiting[0]
+        while may_admit and self._free_slots and (budget or is_static):
+            sequence = self._next_to_admit()
+            if sequence is None:
+                break
             reset = self._try_admit(sequence)
             if reset is None:
                 break
@@ -342,6 +365,8 @@ class Scheduler:
             if len(lacking) <= num_free_pages:
                 return decoding
             youngest = self._running[-1]
+            if self._drop_kept_pages(youngest.order, any_age=len(self._running) == 1):
+                continue
             if lacking[num_free_pages] is youngest:
                 decoding.remove(youngest)
                 return decoding
@@ -428,8 +453,13 @@ class Scheduler:
         self.stats.num_prefill_padding_tokens += num_padded_tokens - (stop - start)
         return num_padded_tokens
 
+    def _next_to_admit(self) -> _Sequence | None:
+        """The first waiting sequence, without those that wait for another completion of their request to compute the
+        prompt for both."""
+        return next((s for s in self._waiting if not self._awaits_sibling(s)), None)
+
     def _try_admit(self, sequence: _Sequence) -> SlotReset | None:
-        """Give the first waiting sequence a slot and pages for all its known tokens. None: pages are too few.
+        """Give a waiting sequence a slot and pages for all its known tokens. None: pages are too few.
 
         Pages for the running sequences to grow into are left over, so that an admission does not make the next
         step preempt: one each, and twice as many each time this request was preempted. Once that covers all they
@@ -441,11 +471,20 @@ class Scheduler:
         sequence.regime_tokens = self.config.rope.max_tokens(request)
         match = self._match_prefix(sequence)
         hit_page_ids = [page.page_id for page in match]
-        num_new_pages = self.config.num_pages_for(request.num_tokens) - len(match)
+        num_hit_tokens = num_confirmed_tokens = len(match) * self.config.page_size
+        source = self._fork_source(sequence)
+        if source is not None and source.num_tokens > num_hit_tokens:
+            num_hit_tokens, num_confirmed_tokens = source.num_tokens, source.num_confirmed_tokens
+            hit_page_ids += source.page_ids[len(match) : num_hit_tokens // self.config.page_size]
+        else:
+            source = None
+        num_new_pages = self.config.num_pages_for(request.num_tokens) - len(hit_page_ids)
         num_taken_pages = num_new_pages + sum(self.page_allocator.is_evictable(page_id) for page_id in hit_page_ids)
         max_growth = 1 << request.num_preemptions
         num_spare_pages = sum(min(s.max_pages - len(s.page_ids), max_growth) for s in self._running)
         if num_taken_pages + num_spare_pages > self.page_allocator.num_free_pages:
+            if self._drop_kept_pages(sequence.order, any_age=not self._running):
+                return self._try_admit(sequence)
             return None
         for page_id in hit_page_ids:
             self.page_allocator.share(page_id)
@@ -456,15 +495,17 @@ class Scheduler:
         bisect.insort(self._running, sequence, key=_order)
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.page_ids = hit_page_ids + new_page_ids
-        sequence.num_hit_pages = len(match)
+        sequence.num_hit_pages = len(hit_page_ids)
         if sequence.chain is not None:
             sequence.chain.restart(match)
-        num_hit_tokens = len(match) * self.config.page_size
         if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = num_hit_tokens
+            request.num_cached_tokens = len(match) * self.config.page_size
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = sequence.num_confirmed_tokens = num_hit_tokens
-        if self._may_read_cache(request):
+        request.num_computed_tokens = num_hit_tokens
+        sequence.num_confirmed_tokens = num_confirmed_tokens
+        if source is not None:
+            self._take_over(sequence, source)
+        elif self._may_read_cache(request):
             self.stats.num_prefix_query_tokens += request.num_tokens
             self.stats.num_prefix_hit_tokens += num_hit_tokens
         return SlotReset(slot=sequence.slot, request=request, page_ids=tuple(sequence.page_ids))
@@ -477,7 +518,7 @@ class Scheduler:
         request = sequence.request
         if self.prefix_cache is None:
             return []
-        salt = self.config.rope.salt(request) + b"/" + request.cache_salt
+        salt = self._salt(request)
         if sequence.chain is None or sequence.chain.salt != salt:
             sequence.chain = self.prefix_cache.new_chain(salt)
         if not self._may_read_cache(request):
@@ -490,6 +531,71 @@ class Scheduler:
         if num_full_pages > len(chain):
             page_size = self.config.page_size
             cache.extend(chain, sequence.token_ids(len(chain) * page_size, num_full_pages * page_size))
+
+    def _salt(self, request: Request) -> bytes:
+        return self.config.rope.salt(request) + b"/" + request.cache_salt
+
+    # schedule(): sequences with the same first tokens
+
+    def _siblings(self, sequence: _Sequence) -> list[_Sequence]:
+        """Running completions of the same request that hold K/V of its prompt as this sequence would compute it. None
+        where less than a page could be shared, which is no sooner copied than computed."""
+        request = sequence.request
+        if self.config.static_batching or request.num_prompt_tokens <= self.config.page_size:
+            return []
+        running = [s for s in self._sequences[request.request_id].values() if s.slot is not None]
+        if running:
+            request.rope_len = self.config.rope.rope_len(request)
+        return [s for s in running if self._salt(s.request) == self._salt(request)]
+
+    def _has_prompt(self, sequence: _Sequence) -> bool:
+        """Whether steps dispatched before this one compute the whole prompt."""
+        request = sequence.request
+        return request.num_computed_tokens >= request.num_prompt_tokens and sequence.last_step_id < self._next_step_id
+
+    def _awaits_sibling(self, sequence: _Sequence) -> bool:
+        if sequence.request.fork_of is not None:
+            return False
+        siblings = self._siblings(sequence)
+        return bool(siblings) and not any(self._has_prompt(sibling) for sibling in siblings)
+
+    def _fork_source(self, sequence: _Sequence) -> ForkSource | None:
+        request = sequence.request
+        if request.fork_of is not None:
+            kept = self._kept_pages.get(_key(request.fork_of))
+            if kept is None or not kept.page_ids or kept.salt != self._salt(request):
+                return None
+            return ForkSource(
+                page_ids=kept.page_ids, num_tokens=kept.num_tokens, num_confirmed_tokens=kept.num_tokens
+            )
+        sibling = next((s for s in self._siblings(sequence) if self._has_prompt(s)), None)
+        if sibling is None:
+            return None
+        num_tokens = min(request.num_prompt_tokens, request.num_tokens - 1)
+        return ForkSource(
+            page_ids=sibling.page_ids,
+            num_tokens=num_tokens,
+            num_confirmed_tokens=min(sibling.num_confirmed_tokens, num_tokens),
+        )
+
+    def _take_over(self, sequence: _Sequence, source: ForkSource) -> None:
+        """Copy what the page after the shared ones holds of the source's tokens."""
+        self.stats.num_forks += 1
+        index, num_tokens = divmod(source.num_tokens, self.config.page_size)
+        if num_tokens:
+            copy = PageCopy(source=source.page_ids[index], target=sequence.page_ids[index], num_tokens=num_tokens)
+            self._page_copies.append(copy)
+
+    def _drop_kept_pages(self, order: tuple[int, int], *, any_age: bool) -> bool:
+        """Give back the pages that the youngest finished request keeps, of those younger than `order` or of all. False:
+        there are none. Its forks then compute everything themselves."""
+        holders = [kept for kept in self._kept_pages.values() if kept.page_ids and (any_age or kept.order > order)]
+        if not holders:
+            return False
+        kept = max(holders, key=lambda kept: kept.order)
+        self.page_allocator.free(kept.page_ids, after_step=kept.last_step_id)
+        kept.page_ids = []
+        return True
 
     # schedule(): its two ends
 
@@ -526,6 +632,7 @@ class Scheduler:
         schedule = Schedule(
             step_id=step_id,
             zero_pages=tuple(self._zero_pages),
+            page_copies=tuple(self._page_copies),
             deactivate=tuple(sorted(self._deactivate - {r.slot for r in resets} - {m.target for m in moves})),
             moves=tuple(moves),
             resets=tuple(resets),
@@ -537,6 +644,7 @@ class Scheduler:
             prefill_bucket=bucket,
         )
         self._zero_pages.clear()
+        self._page_copies.clear()
         self._deactivate.clear()
         self._in_flight.append(step_id)
         return schedule
@@ -634,7 +742,10 @@ class Scheduler:
         if sequence.slot is None:
             self._waiting.remove(sequence)
         else:
+            if request.keeps_pages and reason is FinishReason.LENGTH:
+                self._keep_pages(sequence)
             self._release(sequence, is_stopped=is_stopped)
+        request.fork_of = None
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
@@ -643,6 +754,17 @@ class Scheduler:
         del children[request.child_index]
         if not children:
             del self._sequences[request.request_id]
+
+    def _keep_pages(self, sequence: _Sequence) -> None:
+        request = sequence.request
+        self._kept_pages[_key(request)] = KeptPages(
+            order=sequence.order,
+            salt=self._salt(request),
+            num_tokens=request.num_tokens - 1,
+            last_step_id=sequence.last_step_id,
+            page_ids=sequence.page_ids,
+        )
+        sequence.page_ids = []
 
     def _preempt(self, sequence: _Sequence) -> None:
         """Take the pages of a running sequence. It keeps its output and waits before all that came after it."""
@@ -685,7 +807,10 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, slots, pages and the prefix cache disagree."""
         config = self.config
-        self.page_allocator.check_integrity([s.page_ids for s in self._running])
+        kept_pages = [kept.page_ids for kept in self._kept_pages.values()]
+        self.page_allocator.check_integrity([*(s.page_ids for s in self._running), *kept_pages])
+        assert not self._page_copies, "pages to copy, and no step that does it"
+        assert all(kept.num_tokens <= len(kept.page_ids) * config.page_size for kept in self._kept_pages.values() if kept.page_ids)
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity()
         assert sorted([*self._free_slots, *(s.slot for s in self._running if s.slot is not None)]) == list(

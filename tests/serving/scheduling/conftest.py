@@ -82,15 +82,22 @@ class FakeRunner:
         self.config = config
         self.rows: list[Row | None] = [None] * config.max_num_seqs
         self.pool = np.zeros(config.num_pages * config.page_size, np.uint64)
-        self.page_is_nan = np.zeros(config.num_pages, bool)
+        self.is_nan = np.zeros((config.num_pages, config.page_size), bool)
         self.poison_after: dict[tuple[str, int], int] = {}  # (request id, child) -> output tokens before NaN
         self.written_pages: dict[int, set[int]] = {}  # step id -> pages it wrote
 
     def run(self, schedule: Schedule) -> np.ndarray:
         config = self.config
         written = self.written_pages[schedule.step_id] = set()
-        self.page_is_nan[list(schedule.zero_pages)] = False
-        self.pool.reshape(-1, config.page_size)[list(schedule.zero_pages)] = 0
+        pages = self.pool.reshape(-1, config.page_size)
+        self.is_nan[list(schedule.zero_pages)] = False
+        pages[list(schedule.zero_pages)] = 0
+        assert not {c.source for c in schedule.page_copies} & {c.target for c in schedule.page_copies}
+        for copy in schedule.page_copies:
+            for places in (self.is_nan, pages):
+                places[copy.target] = 0
+                places[copy.target, : copy.num_tokens] = places[copy.source, : copy.num_tokens]
+            written.add(copy.target)
         for slot in schedule.deactivate:
             if self.rows[slot] is not None:
                 self.rows[slot].is_active = False
@@ -149,7 +156,7 @@ class FakeRunner:
         page_id = row.page_table[position // self.config.page_size]
         assert page_id != 0
         self.pool[page_id * self.config.page_size + position % self.config.page_size] = row.states[position]
-        self.page_is_nan[page_id] |= row.is_poisoned
+        self.is_nan[page_id, position % self.config.page_size] = row.is_poisoned
         written.add(page_id)
 
     def _check_reads(self, row: Row, num_tokens: int) -> None:
@@ -158,7 +165,7 @@ class FakeRunner:
         page_size = self.config.page_size
         kv = self.pool.reshape(-1, page_size)[row.page_table].reshape(-1)
         assert np.array_equal(kv[:num_tokens], np.array(row.states[:num_tokens], np.uint64)), "foreign K/V"
-        assert not self.page_is_nan[row.page_table].any(), "K/V that is not finite"
+        assert not self.is_nan[row.page_table].any(), "K/V that is not finite"
 
     def _sample(self, row: Row, num_tokens: int) -> int:
         self._check_reads(row, num_tokens)
@@ -166,7 +173,8 @@ class FakeRunner:
         if row.num_output_tokens >= self.poison_after.get((request.request_id, request.child_index), 2**31):
             # The NaN is in the K/V of this step; the row may well go on, and poison what it writes next.
             row.is_poisoned = True
-            self.page_is_nan[row.page_table[(num_tokens - 1) // self.config.page_size]] = True
+            index, place = divmod(num_tokens - 1, self.config.page_size)
+            self.is_nan[row.page_table[index], place] = True
             row.is_active = num_tokens % 2 == 0 and num_tokens + 1 < request.max_total_tokens
             row.tokens.append(0)
             return NOT_FINITE
