@@ -219,9 +219,7 @@ class Scheduler:
         order = (self._num_added, 0)
         if request.fork_of is not None:  # takes the place of what it goes on with
             order = (self._kept_pages[_key(request.fork_of)].order[0], self._num_added)
-        sequence = _Sequence(
-            request=request, order=order, max_pages=num_pages, num_future_tokens=request.num_tokens
-        )
+        sequence = _Sequence(request=request, order=order, max_pages=num_pages, num_future_tokens=request.num_tokens)
         self._num_added += 1
         children[request.child_index] = sequence
         bisect.insort(self._waiting, sequence, key=_order)
@@ -505,7 +503,7 @@ class Scheduler:
         sequence.num_confirmed_tokens = num_confirmed_tokens
         if source is not None:
             self._take_over(sequence, source)
-        elif self._may_read_cache(request):
+        elif self._may_read_cache(request) and request.fork_of is None:
             self.stats.num_prefix_query_tokens += request.num_tokens
             self.stats.num_prefix_hit_tokens += num_hit_tokens
         return SlotReset(slot=sequence.slot, request=request, page_ids=tuple(sequence.page_ids))
@@ -565,9 +563,7 @@ class Scheduler:
             kept = self._kept_pages.get(_key(request.fork_of))
             if kept is None or not kept.page_ids or kept.salt != self._salt(request):
                 return None
-            return ForkSource(
-                page_ids=kept.page_ids, num_tokens=kept.num_tokens, num_confirmed_tokens=kept.num_tokens
-            )
+            return ForkSource(page_ids=kept.page_ids, num_tokens=kept.num_tokens, num_confirmed_tokens=kept.num_tokens)
         sibling = next((s for s in self._siblings(sequence) if self._has_prompt(s)), None)
         if sibling is None:
             return None
@@ -810,7 +806,11 @@ class Scheduler:
         kept_pages = [kept.page_ids for kept in self._kept_pages.values()]
         self.page_allocator.check_integrity([*(s.page_ids for s in self._running), *kept_pages])
         assert not self._page_copies, "pages to copy, and no step that does it"
-        assert all(kept.num_tokens <= len(kept.page_ids) * config.page_size for kept in self._kept_pages.values() if kept.page_ids)
+        assert all(
+            kept.num_tokens <= len(kept.page_ids) * config.page_size
+            for kept in self._kept_pages.values()
+            if kept.page_ids
+        )
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity()
         assert sorted([*self._free_slots, *(s.slot for s in self._running if s.slot is not None)]) == list(

@@ -289,6 +289,8 @@ class Engine:
             assert request.status is RequestStatus.RUNNING
         new_pages = {page_id for reset in schedule.resets for page_id in reset.page_ids}
         new_pages |= {append.page_id for append in schedule.page_appends}
+        # A completion that shares the prompt of another reads after the step in flight that writes it.
+        new_pages = {page_id for page_id in new_pages if self.scheduler.page_allocator.ref_count(page_id) == 1}
         for running, _ in self.in_flight:
             assert not new_pages & self.runner.written_pages[running.step_id], (
                 "a step in flight writes a page given out"
