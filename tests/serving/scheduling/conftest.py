@@ -218,7 +218,7 @@ class Engine:
         self.scheduler.add(request)
         key = (request.request_id, request.child_index)
         self.requests[key] = request
-        self.streamed[key] = []
+        self.streamed[key] = list(request.output_token_ids)
         return request
 
     def update(self) -> list[StepEvent]:
