@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.model import ModelConfig
@@ -102,7 +103,10 @@ def copy_pages(kv_cache: KVCache, copies: jax.Array) -> KVCache:
         shape[token_axis] = -1
         places = jnp.arange(x.shape[token_axis]).reshape(shape)
         is_kept = places < num_tokens.reshape(-1, *[1] * (x.ndim - 1))
-        return x.at[targets].set(jnp.where(is_kept, x[sources], 0))
+        pages = lax.optimization_barrier(
+            x[sources]
+        )  # fused into the write it would read what that writes: a pool copied
+        return x.at[targets].set(jnp.where(is_kept, pages, 0))
 
     def copy_layer(layer: LayerKV[jax.Array]) -> LayerKV[jax.Array]:
         scales = layer.scales
