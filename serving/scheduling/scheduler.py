@@ -278,15 +278,15 @@ class Scheduler:
         is_static = self.config.static_batching
         may_admit = not (is_static and self._running)
         while may_admit and self._free_slots and (budget or is_static):
-            sequence = self._next_to_admit()
-            if sequence is None:
+            candidate = self._next_to_admit()
+            if candidate is None:
                 break
-            reset = self._try_admit(sequence)
+            reset = self._try_admit(candidate)
             if reset is None:
                 break
             resets.append(reset)
             if budget:
-                budget -= self._add_chunk(sequence, budget, chunks)
+                budget -= self._add_chunk(candidate, budget, chunks)
         if not decoding and not chunks:
             self._give_way()
             return None
