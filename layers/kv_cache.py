@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.model import ModelConfig
@@ -94,8 +93,8 @@ def zero_pages(kv_cache: KVCache, page_ids: jax.Array) -> KVCache:
 
 def copy_pages(kv_cache: KVCache, copies: jax.Array) -> KVCache:
     """Overwrite pages copies[1] with the first copies[2] tokens of pages copies[0], and their scales, and with zeros
-    after them: whatever follows in the source, numbers that are not finite among it, is not the target's. No source is
-    a target, but for the null page."""
+    after them: whatever follows in the source, numbers that are not finite among it, is not the target's. All are read
+    before one is written."""
     sources, targets, num_tokens = copies
 
     def copy(x: jax.Array, token_axis: int) -> jax.Array:
@@ -103,10 +102,7 @@ def copy_pages(kv_cache: KVCache, copies: jax.Array) -> KVCache:
         shape[token_axis] = -1
         places = jnp.arange(x.shape[token_axis]).reshape(shape)
         is_kept = places < num_tokens.reshape(-1, *[1] * (x.ndim - 1))
-        pages = lax.optimization_barrier(
-            x[sources]
-        )  # fused into the write it would read what that writes: a pool copied
-        return x.at[targets].set(jnp.where(is_kept, pages, 0))
+        return x.at[targets].set(jnp.where(is_kept, x[sources], 0))
 
     def copy_layer(layer: LayerKV[jax.Array]) -> LayerKV[jax.Array]:
         scales = layer.scales

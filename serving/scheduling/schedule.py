@@ -68,7 +68,7 @@ class Schedule:
 
     step_id: int
     zero_pages: tuple[int, ...] = ()  # hold values that are not finite: masked keys would still spread them (0 * NaN)
-    page_copies: tuple[PageCopy, ...] = ()  # no source is a target
+    page_copies: tuple[PageCopy, ...] = ()  # in order: a page that was copied may be given anew
     deactivate: tuple[int, ...] = ()  # slots whose request was aborted or preempted, or was never started
     moves: tuple[SlotMove, ...] = ()
     resets: tuple[SlotReset, ...] = ()

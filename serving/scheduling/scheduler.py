@@ -282,6 +282,8 @@ class Scheduler:
             if candidate is None:
                 break
             reset = self._try_admit(candidate)
+            while reset is None and self._drop_kept_pages(candidate.order, any_age=not self._running):
+                reset = self._try_admit(candidate)
             if reset is None:
                 break
             resets.append(reset)
@@ -453,8 +455,14 @@ class Scheduler:
 
     def _next_to_admit(self) -> _Sequence | None:
         """The first waiting sequence, without those that wait for another completion of their request to compute the
-        prompt for both."""
-        return next((s for s in self._waiting if not self._awaits_sibling(s)), None)
+        prompt for all."""
+        passed_over = None
+        for sequence in self._waiting:
+            if sequence.request.request_id != passed_over:
+                if not self._awaits_sibling(sequence):
+                    return sequence
+                passed_over = sequence.request.request_id
+        return None
 
     def _try_admit(self, sequence: _Sequence) -> SlotReset | None:
         """Give a waiting sequence a slot and pages for all its known tokens. None: pages are too few.
@@ -481,8 +489,6 @@ class Scheduler:
         max_growth = 1 << request.num_preemptions
         num_spare_pages = sum(min(s.max_pages - len(s.page_ids), max_growth) for s in self._running)
         if num_taken_pages + num_spare_pages > self.page_allocator.num_free_pages:
-            if self._drop_kept_pages(sequence.order, any_age=not self._running):
-                return self._try_admit(sequence)
             return None
         for page_id in hit_page_ids:
             self.page_allocator.share(page_id)
@@ -535,16 +541,17 @@ class Scheduler:
 
     # schedule(): sequences with the same first tokens
 
-    def _siblings(self, sequence: _Sequence) -> list[_Sequence]:
-        """Running completions of the same request that hold K/V of its prompt as this sequence would compute it. None
-        where less than a page could be shared, which is no sooner copied than computed."""
+    def _siblings(self, sequence: _Sequence) -> Iterator[_Sequence]:
+        """Running completions of the same request whose K/V of its prompt are those that this one would compute. None
+        where less than a page could be shared: it is no sooner copied than computed."""
         request = sequence.request
         if self.config.static_batching or request.num_prompt_tokens <= self.config.page_size:
-            return []
-        running = [s for s in self._sequences[request.request_id].values() if s.slot is not None]
-        if running:
-            request.rope_len = self.config.rope.rope_len(request)
-        return [s for s in running if self._salt(s.request) == self._salt(request)]
+            return
+        request.rope_len = self.config.rope.rope_len(request)
+        salt = self._salt(request)
+        for sibling in self._sequences[request.request_id].values():
+            if sibling.slot is not None and self._salt(sibling.request) == salt:
+                yield sibling
 
     def _has_prompt(self, sequence: _Sequence) -> bool:
         """Whether steps dispatched before this one compute the whole prompt."""
@@ -554,8 +561,12 @@ class Scheduler:
     def _awaits_sibling(self, sequence: _Sequence) -> bool:
         if sequence.request.fork_of is not None:
             return False
-        siblings = self._siblings(sequence)
-        return bool(siblings) and not any(self._has_prompt(sibling) for sibling in siblings)
+        is_computed_now = False
+        for sibling in self._siblings(sequence):
+            if self._has_prompt(sibling):
+                return False
+            is_computed_now = True
+        return is_computed_now
 
     def _fork_source(self, sequence: _Sequence) -> ForkSource | None:
         request = sequence.request

@@ -92,7 +92,9 @@ class FakeRunner:
         pages = self.pool.reshape(-1, config.page_size)
         self.is_nan[list(schedule.zero_pages)] = False
         pages[list(schedule.zero_pages)] = 0
-        assert not {c.source for c in schedule.page_copies} & {c.target for c in schedule.page_copies}
+        targets = [copy.target for copy in schedule.page_copies]
+        assert len(set(targets)) == len(targets)
+        assert not any(copy.source in targets[:place] for place, copy in enumerate(schedule.page_copies))
         for copy in schedule.page_copies:
             for places in (self.is_nan, pages):
                 places[copy.target] = 0
