@@ -89,3 +89,23 @@ def make_kv_cache(
 def zero_pages(kv_cache: KVCache, page_ids: jax.Array) -> KVCache:
     """Overwrite pages [n] and their scales with zeros: a request whose numbers were not finite leaves none behind."""
     return jax.tree.map(lambda x: x.at[page_ids].set(0) if x.ndim > 1 else x, kv_cache)
+
+
+def copy_pages(kv_cache: KVCache, copies: jax.Array) -> KVCache:
+    """Overwrite pages copies[1] with the first copies[2] tokens of pages copies[0], and their scales, and with zeros
+    after them: whatever follows in the source, numbers that are not finite among it, is not the target's. All are read
+    before one is written."""
+    sources, targets, num_tokens = copies
+
+    def copy(x: jax.Array, token_axis: int) -> jax.Array:
+        shape = [1] * x.ndim
+        shape[token_axis] = -1
+        places = jnp.arange(x.shape[token_axis]).reshape(shape)
+        is_kept = places < num_tokens.reshape(-1, *[1] * (x.ndim - 1))
+        return x.at[targets].set(jnp.where(is_kept, x[sources], 0))
+
+    def copy_layer(layer: LayerKV[jax.Array]) -> LayerKV[jax.Array]:
+        scales = layer.scales
+        return LayerKV(copy(layer.pages, 2), scales if scales is None or scales.ndim == 1 else copy(scales, 3))
+
+    return tuple(map(copy_layer, kv_cache))

@@ -2,13 +2,21 @@
 
 from typing import TYPE_CHECKING, Any
 
-from serving.request import RequestError, RequestOutput, SamplingParams, StructuredOutput
+from serving.request import BeamSearchParams, RequestError, RequestOutput, SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
     from serving.async_engine import AsyncEngine
     from serving.llm import LLM
 
-__all__ = ["LLM", "AsyncEngine", "RequestError", "RequestOutput", "SamplingParams", "StructuredOutput"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "BeamSearchParams",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutput",
+]
 
 
 def __getattr__(name: str) -> Any:

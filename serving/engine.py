@@ -23,6 +23,7 @@ from configs.model import ModelConfig
 from configs.run import RunConfig
 from configs.scheduling import SchedulingConfig
 from layers.params import param_specs
+from serving.beam_search import Beam, BeamRun
 from serving.bench.figures import model_cost
 from serving.execution.memory import device_memory_bytes
 from serving.execution.model_runner import CompileGuard, ModelRunner, PendingStep, StepResult
@@ -38,6 +39,7 @@ from serving.request import (
     RequestContext,
     RequestError,
     RequestOutput,
+    RequestStatus,
     SamplingParams,
     TokenLogprob,
 )
@@ -113,12 +115,15 @@ class _Group:
     completions: list[_Completion]
     prompt_logprobs: list[TokenLogprob | None] | None
     num_unfinished: int = 0
+    beams: BeamRun | None = None  # its requests run in the place of the completions' own
 
     @property
     def requests(self) -> list[Request]:
         return [completion.request for completion in self.completions]
 
     def owns(self, request: Request) -> bool:
+        if self.beams is not None:
+            return self.beams.owns(request)
         return any(completion.request is request for completion in self.completions)
 
     def times(self) -> dict[str, float | None]:
@@ -384,8 +389,12 @@ class Engine:
         if params.prompt_logprobs is not None:
             prompt_logprobs = [None] * len(token_ids)
         group = _Group(request_id, checked.text, completions, prompt_logprobs, num_unfinished=params.n)
-        for completion in completions:
-            self.scheduler.add(completion.request)
+        if params.use_beam_search:
+            group.beams = BeamRun(completions[0].request, params.n)
+            group.beams.start(self.scheduler)
+        else:
+            for completion in completions:
+                self.scheduler.add(completion.request)
         self._groups[request_id] = group
         if checked.grammar is not None:
             self._num_constrained += params.n
@@ -438,7 +447,9 @@ class Engine:
         group = self._groups.get(request_id)
         if group is None:
             return []
-        return [self._end_delta(request) for request in self.scheduler.abort(request_id)]
+        if group.beams is not None:
+            return self._finish_beams(group, FinishReason.ABORT, None, self.now())
+        return [delta for request in self.scheduler.abort(request_id) for delta in self._end_deltas(request)]
 
     def output(self, request_id: str) -> RequestOutput:
         """A request as it stands. KeyError for an unknown or already collected id."""
@@ -544,7 +555,8 @@ class Engine:
             # Nothing can be decided before the tokens in flight are known (or nothing is left to do).
             deltas += self._read_pending()
             schedule = self.scheduler.schedule(self.now())
-        deltas += [self._end_delta(request) for request in self.scheduler.take_expired()]
+        for request in self.scheduler.take_expired():
+            deltas += self._end_deltas(request)
         pending = None
         if schedule is not None:
             self.clock.look()
@@ -567,24 +579,28 @@ class Engine:
         self.clock.end_step(is_outstanding=pending is not None)
         return deltas
 
-    def _end_delta(self, request: Request) -> OutputDelta:
+    def _end_deltas(self, request: Request) -> list[OutputDelta]:
+        """Of a request that the scheduler has ended between steps."""
         group = self._groups[request.request_id]
-        return self._finish_delta(group, group.completions[request.child_index], (), "", None, self.now())
+        if group.beams is not None:
+            return self._finish_beams(group, request.finish_reason, request.error, self.now())
+        return [self._finish_delta(group, group.completions[request.child_index], (), "", None, self.now())]
 
     def wait(self) -> None:
         """Wait until the device has run what was dispatched; for benchmarks."""
         if self._pending is not None:
             self.clock.wait(self._pending.output.tokens)
 
-    def _completion(self, request: Request) -> _Completion:
-        return self._groups[request.request_id].completions[request.child_index]
+    def _constraint(self, request: Request) -> Constraint | None:
+        group = self._groups[request.request_id]
+        return None if group.beams is not None else group.completions[request.child_index].constraint
 
     def _masks(self, schedule: Schedule) -> list[tuple[int, np.ndarray]]:
         """(slot, mask) of each slot that samples under a constraint in this step."""
         if not self._num_constrained:
             return []
         sampling = [*schedule.decode, *((chunk.slot, chunk.request) for chunk in schedule.prefill if chunk.samples)]
-        constraints = [(slot, self._completion(request).constraint) for slot, request in sampling]
+        constraints = [(slot, self._constraint(request)) for slot, request in sampling]
         return [(slot, constraint.mask) for slot, constraint in constraints if constraint is not None]
 
     def _advance_constraints(self, events: list[StepEvent]) -> None:
@@ -592,7 +608,7 @@ class Engine:
         assert self._grammars is not None
         unfinished = []
         for event in events:
-            constraint = self._completion(event.request).constraint
+            constraint = self._constraint(event.request)
             if constraint is None or not event.new_token_ids or event.request.finish_reason is FinishReason.STOP:
                 continue
             for token_id in event.new_token_ids:
@@ -635,7 +651,14 @@ class Engine:
             self._notify("step_read", record)
         if self._num_constrained:
             self._advance_constraints(events)
-        return [self._advance(event, result, read_time_s) for event in events]
+        deltas: list[OutputDelta] = []
+        for event in events:
+            group = self._groups[event.request.request_id]
+            if group.beams is None:
+                deltas.append(self._advance(event, result, read_time_s))
+            elif group.beams.owns(event.request):  # and the search has not ended with an event before
+                deltas += self._advance_beams(group, group.beams, event, result, read_time_s)
+        return deltas
 
     def _record_prompt_logprobs(self, result: StepResult) -> list[Request]:
         """Keep the step's prompt log-probs; returns the requests whose values were not finite."""
@@ -700,6 +723,54 @@ class Engine:
             finish_reason=None,
             request_finished=False,
         )
+
+    def _advance_beams(
+        self, group: _Group, beams: BeamRun, event: StepEvent, result: StepResult, now_s: float
+    ) -> list[OutputDelta]:
+        """Note the best tokens after a beam; after the last of them, choose the next beams or end the search."""
+        request = event.request
+        if request.finish_reason is not FinishReason.LENGTH:
+            assert request.finish_reason is not None, request.request_id
+            return self._finish_beams(group, request.finish_reason, request.error, now_s)
+        assert result.logprobs is not None
+        _, top_ids, top_logprobs = (array[0, event.slot] for array in result.logprobs)
+        best_tokens = [(int(i), float(logprob)) for i, logprob in zip(top_ids, top_logprobs, strict=True)]
+        if not beams.take(request, best_tokens, now_s) or beams.advance(self.scheduler):
+            return []
+        return self._finish_beams(group, None, None, now_s)
+
+    def _finish_beams(
+        self, group: _Group, reason: FinishReason | None, error: str | None, now_s: float
+    ) -> list[OutputDelta]:
+        """End a search with the best beams that it has; reason None: it is done, and each beam has its own."""
+        beams = group.beams
+        if beams is None or group.num_unfinished == 0:
+            return []
+        beams.end(self.scheduler)
+        best = beams.search.best()
+        best += [Beam()] * (len(group.completions) - len(best))
+        first = group.completions[0].request
+        first.num_cached_tokens, first.num_preemptions = beams.first.num_cached_tokens, beams.num_preemptions
+        deltas = []
+        for completion, beam in zip(group.completions, best, strict=True):
+            request, output = completion.request, completion.output
+            request.status = RequestStatus.FINISHED
+            request.output_token_ids = list(beam.token_ids)
+            request.first_scheduled_time_s = beams.first.first_scheduled_time_s
+            if beam.token_ids:
+                request.first_token_time_s, request.last_token_time_s = beams.first.last_token_time_s, now_s
+            request.error, request.stop_reason = error, beam.stop_token_id
+            request.finish_reason = reason or (FinishReason.LENGTH if beam.stop_token_id is None else FinishReason.STOP)
+            output.token_ids = list(beam.token_ids)
+            output.cumulative_logprob = beam.cumulative_logprob
+            if output.logprobs is not None:
+                output.logprobs += beam.logprobs
+            self.counters.num_output_tokens += len(beam.token_ids)
+            detokenizer = completion.detokenizer
+            text = "" if detokenizer is None else "".join(map(detokenizer.add, beam.token_ids))
+            logprobs = None if output.logprobs is None else beam.logprobs
+            deltas.append(self._finish_delta(group, completion, beam.token_ids, text, logprobs, now_s))
+        return deltas
 
     def _stop_at_string(self, request: Request, completion: _Completion, num_output_tokens: int) -> None:
         """A stop string was completed by output number `num_output_tokens`; later tokens of the step are dropped."""

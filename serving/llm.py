@@ -16,7 +16,7 @@ from configs.engine import EngineConfig, MeshConfig
 from configs.scheduling import SchedulingConfig
 from serving.display import ProgressReporter, output_html, stats_html
 from serving.engine import CheckedRequest, Engine, Prompt, build_engine
-from serving.request import RequestContext, RequestError, RequestOutput, SamplingParams, shown
+from serving.request import BeamSearchParams, RequestContext, RequestError, RequestOutput, SamplingParams, shown
 from serving.text.generation_config import default_sampling
 
 PromptInput = str | Mapping[str, Any] | Sequence[int]
@@ -126,6 +126,20 @@ class LLM:
             with _naming(i):
                 prompts.append(self.render_chat(conversation, **template_args))
         return self._run(prompts, params, use_tqdm, priority)
+
+    def beam_search(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> RequestOutputs:
+        """The `beam_width` most likely completions of every prompt that a search finds, best first, their sums of
+        log-probs in `cumulative_logprob`. Prompts are those of `generate`; the same as generating with
+        `params.sampling_params()`."""
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError("params", f"must be BeamSearchParams, got {shown(params)}")
+        return self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> list[int]:
         """Token ids of a conversation through the model's chat template. Raises RequestError."""

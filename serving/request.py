@@ -237,6 +237,13 @@ def _plain_json(field: str, value: object, depth: int) -> Any:
     raise RequestError(field, f"holds {shown(value)}, which JSON of 64-bit numbers cannot")
 
 
+# What chooses among tokens otherwise than beams do.
+_NOT_OF_BEAMS = (
+    *("top_p", "top_k", "min_p", "stop", "include_stop_str_in_output", "min_tokens", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "structured"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens. Immutable; raises RequestError on any value out of range.
@@ -272,6 +279,8 @@ class SamplingParams:
     banned_token_ids: tuple[int, ...] = ()  # these are never sampled
     skip_special_tokens: bool = True  # leave control tokens out of the text
     structured: StructuredOutput | None = None  # what the output must match
+    use_beam_search: bool = False  # the n most likely completions that a search of n beams finds
+    length_penalty: float = 1.0  # of beams: they are ranked by log-prob / (prompt and output tokens) ** length_penalty
 
     def __post_init__(self) -> None:
         _int("n", self.n, 1, MAX_N)
@@ -329,9 +338,28 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", allowed)
         if self.structured is not None and not isinstance(self.structured, StructuredOutput):
             raise RequestError("structured", f"must be a StructuredOutput, got {shown(self.structured)}")
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "use_beam_search"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, f"must be true or false, got {shown(getattr(self, name))}")
+        _float("length_penalty", self.length_penalty, -10.0, 10.0)
+        if self.use_beam_search:
+            self._check_beam_search()
+        elif self.length_penalty != 1.0:
+            raise RequestError("length_penalty", f"{self.length_penalty} is for beams: it needs use_beam_search=true")
+
+    def _check_beam_search(self) -> None:
+        if self.temperature not in (0.0, 1.0):
+            raise RequestError(
+                "temperature",
+                f"{self.temperature} does not go with use_beam_search, whose log-probs are the model's own",
+            )
+        for name in _NOT_OF_BEAMS:
+            value = getattr(self, name)
+            is_off = not value or value == getattr(SamplingParams, name, None) or (name == "top_k" and value == -1)
+            if not is_off:
+                raise RequestError(name, f"{shown(value)} does not go with use_beam_search")
+        if self.max_tokens == 0:
+            raise RequestError("max_tokens", "is 0, and use_beam_search is for an output")
 
     @property
     def is_greedy(self) -> bool:
@@ -344,6 +372,32 @@ class SamplingParams:
     @property
     def uses_bias(self) -> bool:
         return bool(self.logit_bias) or self.allowed_token_ids is not None or bool(self.banned_token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """Settings of `LLM.beam_search`, under vLLM's names. Raises RequestError as SamplingParams does."""
+
+    beam_width: int  # beams, and completions that are returned; half of the engine's max_logprobs at most
+    max_tokens: int | None = 16  # most output tokens; None: up to the context limit
+    ignore_eos: bool = False  # go on past the model's end-of-sequence tokens
+    temperature: float = 0.0  # 0 or 1, which say the same: scores are the model's own log-probs
+    length_penalty: float = 1.0  # the exponent of the length in a beam's score
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end a beam, beside the model's own
+    logprobs: int | None = None  # log-probs of each output token and of so many best beside it
+
+    def sampling_params(self) -> SamplingParams:
+        """The same as settings of a request."""
+        return SamplingParams(
+            use_beam_search=True,
+            n=self.beam_width,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            stop_token_ids=self.stop_token_ids,
+            logprobs=self.logprobs,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,6 +442,8 @@ class Request:
     seed: int = 0  # 64-bit; mixed with child_index on the host, with the position on the device
     context: RequestContext = RequestContext()
     cache_salt: bytes = b""  # requests of different salts never share pages through the prefix cache
+    keeps_pages: bool = False  # ended by length, its pages stay until `Scheduler.release_pages`, for others to fork
+    fork_of: Request | None = None  # one that keeps its pages, and of whose tokens only the last is not this one's too
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)

@@ -71,6 +71,10 @@ def check_params(params: SamplingParams, model: ModelConfig, *, max_logprobs: in
         value = getattr(params, name)
         if value is not None and value > max_logprobs:
             raise RequestError(name, f"{value} is above this engine's max_logprobs={max_logprobs}")
+    if params.use_beam_search and 2 * params.n > max_logprobs:
+        raise RequestError(
+            "n", f"{params.n} beams need {2 * params.n} log-probs a token; this engine's max_logprobs is {max_logprobs}"
+        )
     if params.stop and not has_tokenizer:
         raise RequestError("stop", f"{params.stop[0]!r} needs a tokenizer, and this model has none")
     if params.structured is not None and not has_tokenizer:

@@ -34,9 +34,9 @@ def constrained(params: SamplingParams, constraint: OutputConstraint | None) -> 
         return params
     try:
         structured = StructuredOutput(kind=constraint.kind, value=constraint.value)
+        return dataclasses.replace(params, structured=structured)
     except RequestError as error:
         raise error_of_request(error, constraint) from None
-    return dataclasses.replace(params, structured=structured)
 
 
 def error_of_request(error: RequestError, constraint: OutputConstraint) -> RequestError:

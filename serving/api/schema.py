@@ -202,6 +202,9 @@ def request_fields(config: ServerConfig) -> tuple[Field, ...]:
     sampling("allowed_token_ids", TokenIds(MAX_TOKEN_LIST, 1))
     sampling("banned_token_ids", TokenIds(MAX_TOKEN_LIST))
 
+    sampling("use_beam_search", Boolean())
+    sampling("length_penalty", Number(-10.0, 10.0))
+
     add("logprobs", Boolean(), CHAT, default=False)
     add("top_logprobs", Integer(0, MAX_LOGPROBS), CHAT)
     add("echo", Boolean(), COMPLETIONS, default=False)
@@ -372,7 +375,9 @@ def _read(endpoint: str, body: object, config: ServerConfig, required: Sequence[
 def _sampling_fields(
     endpoint: str, values: Mapping[str, Any], config: ServerConfig, defaults: dict[str, Any]
 ) -> dict[str, Any]:
-    """Fields of SamplingParams: those given, over `defaults`."""
+    """Fields of SamplingParams: those given, over `defaults`, which beams have of lengths alone."""
+    if values["use_beam_search"]:
+        defaults = {name: value for name, value in defaults.items() if name == "max_tokens"}
     for item in request_fields(config):
         if item.is_sampling and endpoint in item.endpoints and values[item.name] is not None:
             defaults[item.to] = values[item.name]
@@ -403,6 +408,8 @@ def _common(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, A
 
 def _stream(values: Mapping[str, Any]) -> StreamOptions | None:
     if values["stream"]:
+        if values["use_beam_search"]:
+            raise RequestError("use_beam_search", "cannot be streamed: ask with stream=false")
         return values["stream_options"] or StreamOptions()
     if values["stream_options"] is not None:
         raise RequestError("stream_options", "needs stream=true")

@@ -25,6 +25,7 @@ from configs.model import ModelConfig
 from layers import decoder
 from serving.execution import executables, memory, programs, slot_table
 from serving.execution.program_plan import (
+    COPY_PAGES_BATCH,
     MOVE_SLOTS_BATCH,
     SET_MASKS_BATCH,
     ZERO_PAGES_BATCH,
@@ -274,6 +275,11 @@ class ModelRunner:
             pages = schedule.zero_pages[first : first + ZERO_PAGES_BATCH]
             batch[: len(pages)] = pages
             self._kv_cache = self._program("zero pages")(self._kv_cache, batch)
+        for first in range(0, len(schedule.page_copies), COPY_PAGES_BATCH):
+            copies = np.full((3, COPY_PAGES_BATCH), NULL_PAGE, np.int32)
+            for place, copy in enumerate(schedule.page_copies[first : first + COPY_PAGES_BATCH]):
+                copies[:, place] = copy.source, copy.target, copy.num_tokens
+            self._kv_cache = self._program("copy pages")(self._kv_cache, copies)
         for first in range(0, len(schedule.moves), MOVE_SLOTS_BATCH):
             moves = np.full((2, MOVE_SLOTS_BATCH), self.config.max_num_seqs, np.int32)
             for place, move in enumerate(schedule.moves[first : first + MOVE_SLOTS_BATCH]):

@@ -22,13 +22,14 @@ from configs.checks import ConfigError
 from configs.engine import EngineConfig, mixed_decode_sizes
 from configs.model import ModelConfig
 from layers import decoder
-from layers.kv_cache import AbstractKVCache, abstract_kv_cache, zero_pages
+from layers.kv_cache import AbstractKVCache, abstract_kv_cache, copy_pages, zero_pages
 from layers.params import param_specs
 from serving.execution import programs, slot_table
 from serving.execution.programs import InputLayout
 from sharding.placement import named_sharding, padded_vocab_size
 
 ZERO_PAGES_BATCH = 16  # pages zeroed in one call
+COPY_PAGES_BATCH = 16  # pages copied in one call
 MOVE_SLOTS_BATCH = 16  # slots moved in one call
 SET_MASKS_BATCH = 16  # masks set in one call
 
@@ -169,6 +170,9 @@ def plan_programs(model: ModelConfig, config: EngineConfig, mesh: Mesh, state: A
         (table, abstract(SET_MASKS_BATCH), abstract(SET_MASKS_BATCH, table.sampling.masks.shape[1])),
     )
     plan["zero pages"] = Program(jax.jit(zero_pages, donate_argnames="kv_cache"), (cache, abstract(ZERO_PAGES_BATCH)))
+    plan["copy pages"] = Program(
+        jax.jit(copy_pages, donate_argnames="kv_cache"), (cache, abstract(3, COPY_PAGES_BATCH))
+    )
     return plan
 
 

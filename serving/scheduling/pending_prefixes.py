@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from serving.scheduling.prefix_cache import PageChain
 
+Order = tuple[int, int]
+
 
 @dataclass(eq=False, slots=True)
 class _Producer:
@@ -22,20 +24,20 @@ class PendingPrefixes:
     """
 
     def __init__(self) -> None:
-        self._producer_of: dict[bytes, int] = {}
-        self._producers: dict[int, _Producer] = {}
+        self._producer_of: dict[bytes, Order] = {}
+        self._producers: dict[Order, _Producer] = {}
 
     def __len__(self) -> int:
         return len(self._producer_of)
 
-    def announce(self, order: int, chain: PageChain, start_page: int, stop_page: int) -> None:
+    def announce(self, order: Order, chain: PageChain, start_page: int, stop_page: int) -> None:
         """A request admitted just now will compute pages [start_page, stop_page), at least one, of its chain."""
         producer = self._producers[order] = _Producer(chain.page_hashes, start_page, stop_page)
         for page_hash in producer.page_hashes[start_page : producer.stop_page]:
             if order <= self._producer_of.get(page_hash, order):  # the older one is sooner done
                 self._producer_of[page_hash] = order
 
-    def published(self, order: int, num_pages: int) -> None:
+    def published(self, order: Order, num_pages: int) -> None:
         """The first `num_pages` pages of a producer were offered to the cache."""
         producer = self._producers.get(order)
         if producer is not None:
@@ -43,13 +45,13 @@ class PendingPrefixes:
             if producer.next_page == producer.stop_page:
                 del self._producers[order]
 
-    def withdraw(self, order: int) -> None:
+    def withdraw(self, order: Order) -> None:
         """The producer runs no more."""
         producer = self._producers.pop(order, None)
         if producer is not None:
             self._forget(order, producer, producer.stop_page)
 
-    def run_length(self, page_hashes: Sequence[bytes], order: int) -> int:
+    def run_length(self, page_hashes: Sequence[bytes], order: Order) -> int:
         """How many of `page_hashes`, from the first, one producer older than `order` is computing."""
         first = self._producer_of.get(page_hashes[0]) if page_hashes else None
         if first is None or first >= order:
@@ -59,17 +61,17 @@ class PendingPrefixes:
             num_pages += 1
         return num_pages
 
-    def is_pending(self, page_hash: bytes, order: int) -> bool:
+    def is_pending(self, page_hash: bytes, order: Order) -> bool:
         """Whether a producer older than `order` is computing the page."""
         return self._producer_of.get(page_hash, order) < order
 
-    def _forget(self, order: int, producer: _Producer, stop_page: int) -> None:
+    def _forget(self, order: Order, producer: _Producer, stop_page: int) -> None:
         for page_hash in producer.page_hashes[producer.next_page : stop_page]:
             if self._producer_of.get(page_hash) == order:
                 del self._producer_of[page_hash]
         producer.next_page = max(producer.next_page, stop_page)
 
-    def check_integrity(self, num_published: dict[int, int]) -> None:
+    def check_integrity(self, num_published: dict[Order, int]) -> None:
         """Raise AssertionError unless every producer is among `num_published` (pages offered, by order of the running)
         and every pending page is one that its producer has yet to offer."""
         assert self._producers.keys() <= num_published.keys()

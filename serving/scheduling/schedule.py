@@ -31,6 +31,15 @@ class SlotMove:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PageCopy:
+    """Write the first `num_tokens` tokens of page `source` to page `target` before the step, and zeros after them."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class PageAppend:
     """`page_table[slot, page_index] = page_id` before the step."""
 
@@ -53,11 +62,13 @@ class PrefillChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One step. Order on the device: zero pages, moves, resets, deactivate, page appends, then one forward pass over the
-    decode slots and the prefill chunks together, then sampling. A slot that is not in `decode` does not advance."""
+    """One step. Order on the device: zero pages, page copies, moves, resets, deactivate, page appends, then one forward
+    pass over the decode slots and the prefill chunks together, then sampling. A slot that is not in `decode` does not
+    advance."""
 
     step_id: int
     zero_pages: tuple[int, ...] = ()  # hold values that are not finite: masked keys would still spread them (0 * NaN)
+    page_copies: tuple[PageCopy, ...] = ()  # in order: a page that was copied may be given anew
     deactivate: tuple[int, ...] = ()  # slots whose request was aborted or preempted, or was never started
     moves: tuple[SlotMove, ...] = ()
     resets: tuple[SlotReset, ...] = ()

@@ -28,14 +28,15 @@ import numpy as np
 from serving.request import FinishReason, Request, RequestError, RequestStatus
 from serving.scheduling.config import SchedulerConfig
 from serving.scheduling.eviction import EvictionOrder
+from serving.scheduling.forking import ForkSource, KeptPages
 from serving.scheduling.page_allocator import PageAllocator
 from serving.scheduling.pending_prefixes import PendingPrefixes
 from serving.scheduling.pinned_prefixes import PinnedPrefixes
 from serving.scheduling.prefix_cache import CachedPage, PageChain, PrefixCache, sha256_digest
 from serving.scheduling.prefix_salts import PrefixSalts
-from serving.scheduling.schedule import PageAppend, PrefillChunk, Schedule, SlotMove, SlotReset
+from serving.scheduling.schedule import PageAppend, PageCopy, PrefillChunk, Schedule, SlotMove, SlotReset
 from serving.scheduling.tenants import KvBudgets
-from serving.scheduling.waiting_queue import Entry, WaitingQueue
+from serving.scheduling.waiting_queue import Entry, Order, WaitingQueue
 
 MAX_IDLE_SHARE = 1 / 16  # of the slot steps of a dispatch, while a request waits
 MAX_NEW_PREFIX_WAITS = 64  # in a step: finding out whether to wait takes hashes of the whole prompt
@@ -86,6 +87,7 @@ class SchedulerStats:
     num_prefix_query_tokens: int = 0  # of admitted requests that may read the prefix cache
     num_prefix_hit_tokens: int = 0
     num_prefix_waits: int = 0  # times that a request waited for a prefix that another one was computing
+    num_forks: int = 0  # admissions that took over pages of a sequence with the same first tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -96,7 +98,7 @@ class _Sequence:
     # [num_confirmed_tokens, num_computed_tokens)  K/V in pages once the steps in flight have run
     # [num_tokens, num_future_tokens)              sampled by steps in flight, not read yet
     request: Request
-    order: int  # of arrival
+    order: tuple[int, int]  # of arrival; then, among those forked of one request, of their making
     max_pages: int  # that it can ever fill
     num_future_tokens: int
     max_total_tokens: int  # the request's
@@ -105,7 +107,7 @@ class _Sequence:
     slot: int | None = None
     page_ids: list[int] = field(default_factory=list)
     num_page_tokens: int = 0  # that these pages hold
-    num_hit_pages: int = 0  # of those, from the prefix cache
+    num_hit_pages: int = 0  # of those, from the prefix cache or another sequence
     chain: PageChain | None = None  # None: no prefix caching
     awaited_page: bytes | None = None  # hash of the last page of the prefix that it waits for
     regime_tokens: int = 0  # positions [0, regime_tokens) may be computed in the rope regime of the K/V
@@ -131,8 +133,23 @@ class _Sequence:
         return prompt[start:num_prompt] + tuple(output[max(start - num_prompt, 0) : stop - num_prompt])
 
 
-def _run_order(sequence: _Sequence) -> tuple[int, int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placement:
+    """Where a waiting sequence would begin, and what it would take."""
+
+    match: list[CachedPage]  # with its first tokens
+    source: ForkSource | None  # a sequence of which it would take over more than that
+    shared_page_ids: list[int]  # with its first tokens, of both
+    num_new_pages: int
+    num_taken_pages: int  # free and evictable ones, those of shared_page_ids included
+
+
+def _run_order(sequence: _Sequence) -> tuple[int, tuple[int, int]]:
     return sequence.entry.class_index, sequence.order
+
+
+def _key(request: Request) -> tuple[str, int]:
+    return request.request_id, request.child_index
 
 
 class Scheduler:
@@ -171,6 +188,8 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest first
         self._deactivate: set[int] = set()  # for the next schedule
         self._zero_pages: dict[int, None] = {}  # for the next schedule
+        self._page_copies: list[PageCopy] = []  # for the next schedule
+        self._kept_pages: dict[tuple[str, int], KeptPages] = {}  # of finished requests, by id and child index
         self._in_flight: deque[int] = deque()  # ids of steps scheduled and not updated
         self._next_step_id = 1
         self._num_added = 0
@@ -239,9 +258,14 @@ class Scheduler:
         children = self._sequences.setdefault(request.request_id, {})
         if request.child_index in children:
             raise RequestError("request_id", f"{request.request_id!r} is in use")
+        order = (self._num_added, 0)
+        deadline_s = request.context.deadline_s
+        if request.fork_of is not None:  # takes the place of what it goes on with, which has begun
+            order = (self._kept_pages[_key(request.fork_of)].order[0], self._num_added)
+            deadline_s = None
         sequence = _Sequence(
             request=request,
-            order=self._num_added,
+            order=order,
             max_pages=num_pages,
             num_future_tokens=request.num_tokens,
             max_total_tokens=request.max_total_tokens,
@@ -252,15 +276,18 @@ class Scheduler:
             sequence,
             tenant=context.tenant,
             priority=context.priority,
-            order=self._num_added,
-            deadline_s=context.deadline_s,
+            order=order,
+            deadline_s=deadline_s,
         )
         self._num_added += 1
         children[request.child_index] = sequence
         self._waiting.push(sequence.entry, num_tokens=request.num_tokens, now_s=request.arrival_time_s)
 
     def abort(self, request_id: str) -> list[Request]:
-        """End all unfinished requests of this id, at whatever stage; returns them. Unknown and finished ids: none."""
+        """End all unfinished requests of this id, at whatever stage; returns them. Unknown and finished ids: none.
+
+        Pages that finished ones keep stay until `release_pages`.
+        """
         sequences = list(self._sequences.get(request_id, {}).values())
         for sequence in sequences:
             self._finish(sequence, FinishReason.ABORT)
@@ -285,6 +312,13 @@ class Scheduler:
         """Requests that schedule() ended since the last call, for their deadline: no step will tell of them."""
         expired, self._expired = self._expired, []
         return expired
+
+    def release_pages(self, request: Request) -> None:
+        """Give back what a finished request keeps (`Request.keeps_pages`), if it does. Forks of it that were not
+        admitted compute everything themselves."""
+        kept = self._kept_pages.pop(_key(request), None)
+        if kept is not None:
+            self.page_allocator.free(kept.page_ids, after_step=kept.last_step_id)
 
     # One step
 
@@ -384,7 +418,7 @@ class Scheduler:
                 return None  # the victims' tokens in flight would be lost
             for victim in victims:
                 self._preempt(victim)
-            reset = self._try_admit(entry.item)
+            reset = self._admit(entry.item)
             if reset is None:
                 break
             resets.append(reset)
@@ -408,8 +442,9 @@ class Scheduler:
             return []
         request = sequence.request
         max_growth = 1 << request.num_preemptions
-        match, num_missing = self._pages_to_take(sequence)
-        hits = {page.page_id for page in match}
+        placement = self._placement(sequence)
+        hits = set(placement.shared_page_ids)
+        num_missing = placement.num_taken_pages
         num_missing += sum(min(s.max_pages - len(s.page_ids), max_growth) for s in self._running)
         num_missing -= self._num_pages_for(request)
         victims: list[_Sequence] = []
@@ -433,7 +468,7 @@ class Scheduler:
         """Whether it gave way as often as it must."""
         return sequence.request.num_preemptions >= self.config.policy.max_preemptions
 
-    def _keep_rank(self, sequence: _Sequence) -> tuple[bool, int, bool, int, int]:
+    def _keep_rank(self, sequence: _Sequence) -> tuple[bool, int, bool, int, Order]:
         """Running sequences of the least rank are kept, those of the greatest give way: such as may still be asked to,
         of the worst class, whose tenants borrow, with the fewest output tokens (the cheapest to compute again), and
         that came last."""
@@ -484,6 +519,8 @@ class Scheduler:
                 lacking.append(sequence)
         while len(lacking) > (num_free_pages := self.page_allocator.num_free_pages):
             victim = max((s for s in self._running if s.slot not in placed_slots), key=self._keep_rank)
+            if self._drop_kept_pages(victim.order, any_age=len(self._running) == 1):
+                continue
             lacking.sort(key=self._keep_rank)
             if lacking[num_free_pages] is victim:
                 decoding.remove(victim)
@@ -573,7 +610,7 @@ class Scheduler:
         self._resume_waits()  # a producer may have given way in this very step
         while may_admit and self._free_slots and (budget > num_reserved or is_static):
             entry = self._next_entry(num_long=len(long_ones))
-            reset = None if entry is None else self._try_admit(entry.item)
+            reset = None if entry is None else self._admit(entry.item)
             if entry is None or reset is None:
                 break
             resets.append(reset)
@@ -606,6 +643,9 @@ class Scheduler:
             may_be_long = num_long < policy.max_long_prefills
         is_over = self._is_over_budget if self._budgets.is_used else None
         while (entry := self._waiting.head(may_be_long=may_be_long, is_over=is_over)) is not None:
+            if self._awaits_sibling(entry.item):
+                self._waiting.park(entry)
+                continue
             if not self._had_better_wait(entry.item):
                 return entry
             if self._num_new_prefix_waits == MAX_NEW_PREFIX_WAITS:
@@ -650,6 +690,13 @@ class Scheduler:
         self.stats.num_prefill_padding_tokens += num_padded_tokens - (stop - start)
         return num_padded_tokens
 
+    def _admit(self, sequence: _Sequence) -> SlotReset | None:
+        """`_try_admit`, for which younger finished requests give back the pages that they keep."""
+        reset = self._try_admit(sequence)
+        while reset is None and self._drop_kept_pages(sequence.order, any_age=not self._running):
+            reset = self._try_admit(sequence)
+        return reset
+
     def _try_admit(self, sequence: _Sequence) -> SlotReset | None:
         """Give a waiting sequence a slot and pages for all its known tokens. None: pages are too few.
 
@@ -660,50 +707,63 @@ class Scheduler:
         page is there, so whatever `add` accepted gets in.
         """
         request = sequence.request
-        match, num_taken_pages = self._pages_to_take(sequence)
-        hit_page_ids = [page.page_id for page in match]
+        placement = self._placement(sequence)
+        match, source, hit_page_ids = placement.match, placement.source, placement.shared_page_ids
         max_growth = 1 << request.num_preemptions
-        num_left_pages = self._num_pages_for(request) - num_taken_pages
+        num_left_pages = self._num_pages_for(request) - placement.num_taken_pages
         if num_left_pages < max_growth * len(self._running) and num_left_pages < sum(
             min(s.max_pages - len(s.page_ids), max_growth) for s in self._running
         ):
             return None
         for page_id in hit_page_ids:
             self.page_allocator.share(page_id)
-        num_new_pages = self.config.num_pages_for(request.num_tokens) - len(match)
-        new_page_ids = self.page_allocator.try_allocate(num_new_pages, request.context.tenant)
+        new_page_ids = self.page_allocator.try_allocate(placement.num_new_pages, request.context.tenant)
         assert new_page_ids is not None
 
         for sibling in self._sequences[request.request_id].values():
             sibling.entry.deadline_s = None  # a request that has begun goes on whole
-        self._waiting.placed(sequence.entry, request.num_tokens - len(match) * self.config.page_size)
+        num_hit_tokens = len(match) * self.config.page_size if source is None else source.num_tokens
+        self._waiting.placed(sequence.entry, request.num_tokens - num_hit_tokens)
         bisect.insort(self._running, sequence, key=_run_order)
         self._num_running_of_class[sequence.entry.class_index] += 1
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.page_ids = hit_page_ids + new_page_ids
         self._count_pages(sequence, len(sequence.page_ids))
-        sequence.num_hit_pages = len(match)
+        sequence.num_hit_pages = len(hit_page_ids)
         if sequence.chain is not None:
             sequence.chain.restart(match)
-            self._announce_prefix(sequence, sequence.chain, len(match))
-        num_hit_tokens = len(match) * self.config.page_size
+            self._announce_prefix(sequence, sequence.chain, len(hit_page_ids))
         if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = num_hit_tokens
+            request.num_cached_tokens = len(match) * self.config.page_size
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = sequence.num_confirmed_tokens = num_hit_tokens
-        if self._may_read_cache(request):
+        request.num_computed_tokens = num_hit_tokens
+        sequence.num_confirmed_tokens = num_hit_tokens if source is None else source.num_confirmed_tokens
+        if source is not None:
+            self._take_over(sequence, source)
+        elif self._may_read_cache(request) and request.fork_of is None:
             self.stats.num_prefix_query_tokens += request.num_tokens
             self.stats.num_prefix_hit_tokens += num_hit_tokens
         return SlotReset(slot=sequence.slot, request=request, page_ids=tuple(sequence.page_ids))
 
-    def _pages_to_take(self, sequence: _Sequence) -> tuple[list[CachedPage], int]:
-        """(cached pages that hold the first tokens of a waiting sequence, free and evictable pages it would take)."""
+    def _placement(self, sequence: _Sequence) -> _Placement:
         request = sequence.request
         request.rope_len = self.config.rope.rope_len(request)
         sequence.regime_tokens = self.config.rope.max_tokens(request)
         match = self._match_prefix(sequence)
-        num_new_pages = self.config.num_pages_for(request.num_tokens) - len(match)
-        return match, num_new_pages + sum(self.page_allocator.is_evictable(page.page_id) for page in match)
+        page_ids = [page.page_id for page in match]
+        source = self._fork_source(sequence)
+        if source is not None and source.num_tokens > len(match) * self.config.page_size:
+            page_ids += source.page_ids[len(match) : source.num_tokens // self.config.page_size]
+        else:
+            source = None
+        num_new_pages = self.config.num_pages_for(request.num_tokens) - len(page_ids)
+        return _Placement(
+            match=match,
+            source=source,
+            shared_page_ids=page_ids,
+            num_new_pages=num_new_pages,
+            num_taken_pages=num_new_pages + sum(map(self.page_allocator.is_evictable, page_ids)),
+        )
 
     def _num_pages_for(self, request: Request) -> int:
         """Free and evictable pages that it may take: not those kept for other tenants, unless nobody runs."""
@@ -718,7 +778,7 @@ class Scheduler:
         request = sequence.request
         if self.prefix_cache is None:
             return []
-        salt = self._salts.salt(request, self.config.rope.salt(request))
+        salt = self._salt(request)
         if sequence.chain is None or sequence.chain.salt != salt:
             sequence.chain = self.prefix_cache.new_chain(salt, request.context.tenant)
         if not self._may_read_cache(request):
@@ -731,6 +791,9 @@ class Scheduler:
         if num_full_pages > len(chain):
             page_size = self.config.page_size
             cache.extend(chain, sequence.token_ids(len(chain) * page_size, num_full_pages * page_size))
+
+    def _salt(self, request: Request) -> bytes:
+        return self._salts.salt(request, self.config.rope.salt(request))
 
     # schedule(): prefixes that running requests are computing
 
@@ -746,8 +809,12 @@ class Scheduler:
         """Those whose prefix has come, or will not come, are to be placed again."""
         for entry in self._waiting.parked:
             sequence = entry.item
-            assert sequence.awaited_page is not None
-            if not self._pending_prefixes.is_pending(sequence.awaited_page, sequence.order):
+            awaited_page = sequence.awaited_page
+            if awaited_page is None:
+                is_over = not self._awaits_sibling(sequence)
+            else:
+                is_over = not self._pending_prefixes.is_pending(awaited_page, sequence.order)
+            if is_over:
                 sequence.awaited_page = None
                 self._waiting.unpark(entry, self._now_s)
 
@@ -766,14 +833,80 @@ class Scheduler:
             or not self._may_read_cache(request)
         ):
             return False
-        match, _ = self._pages_to_take(sequence)
+        num_hit_pages = len(self._placement(sequence).shared_page_ids)
         assert sequence.chain is not None
-        missing = sequence.chain.page_hashes[len(match) : (request.num_tokens - 1) // page_size]
+        missing = sequence.chain.page_hashes[num_hit_pages : (request.num_tokens - 1) // page_size]
         num_pages = self._pending_prefixes.run_length(missing, sequence.order)
         if num_pages * page_size < wait_tokens:
             return False
         sequence.awaited_page = missing[num_pages - 1]
         self.stats.num_prefix_waits += 1
+        return True
+
+    # schedule(): sequences with the same first tokens
+
+    def _siblings(self, sequence: _Sequence) -> Iterator[_Sequence]:
+        """Running completions of the same request whose K/V of its prompt are those that this one would compute. None
+        where less than a page could be shared: it is no sooner copied than computed."""
+        request = sequence.request
+        if self.config.static_batching or request.num_prompt_tokens <= self.config.page_size:
+            return
+        request.rope_len = self.config.rope.rope_len(request)
+        salt = self._salt(request)
+        for sibling in self._sequences[request.request_id].values():
+            if sibling.slot is not None and self._salt(sibling.request) == salt:
+                yield sibling
+
+    def _has_prompt(self, sequence: _Sequence) -> bool:
+        """Whether steps dispatched before this one compute the whole prompt."""
+        request = sequence.request
+        return request.num_computed_tokens >= request.num_prompt_tokens and sequence.last_step_id < self._next_step_id
+
+    def _awaits_sibling(self, sequence: _Sequence) -> bool:
+        """Whether another completion of its request is about to compute the prompt for all."""
+        if sequence.request.fork_of is not None:
+            return False
+        is_computed_now = False
+        for sibling in self._siblings(sequence):
+            if self._has_prompt(sibling):
+                return False
+            is_computed_now = True
+        return is_computed_now
+
+    def _fork_source(self, sequence: _Sequence) -> ForkSource | None:
+        request = sequence.request
+        if request.fork_of is not None:
+            kept = self._kept_pages.get(_key(request.fork_of))
+            if kept is None or not kept.page_ids or kept.salt != self._salt(request):
+                return None
+            return ForkSource(page_ids=kept.page_ids, num_tokens=kept.num_tokens, num_confirmed_tokens=kept.num_tokens)
+        sibling = next((s for s in self._siblings(sequence) if self._has_prompt(s)), None)
+        if sibling is None:
+            return None
+        num_tokens = min(request.num_prompt_tokens, request.num_tokens - 1)
+        return ForkSource(
+            page_ids=sibling.page_ids,
+            num_tokens=num_tokens,
+            num_confirmed_tokens=min(sibling.num_confirmed_tokens, num_tokens),
+        )
+
+    def _take_over(self, sequence: _Sequence, source: ForkSource) -> None:
+        """Copy what the page after the shared ones holds of the source's tokens."""
+        self.stats.num_forks += 1
+        index, num_tokens = divmod(source.num_tokens, self.config.page_size)
+        if num_tokens:
+            copy = PageCopy(source=source.page_ids[index], target=sequence.page_ids[index], num_tokens=num_tokens)
+            self._page_copies.append(copy)
+
+    def _drop_kept_pages(self, order: tuple[int, int], *, any_age: bool) -> bool:
+        """Give back the pages that the youngest finished request keeps, of those younger than `order` or of all. False:
+        there are none. Its forks then compute everything themselves."""
+        holders = [kept for kept in self._kept_pages.values() if kept.page_ids and (any_age or kept.order > order)]
+        if not holders:
+            return False
+        kept = max(holders, key=lambda kept: kept.order)
+        self.page_allocator.free(kept.page_ids, after_step=kept.last_step_id)
+        kept.page_ids = []
         return True
 
     # schedule(): its two ends
@@ -816,6 +949,7 @@ class Scheduler:
         schedule = Schedule(
             step_id=step_id,
             zero_pages=tuple(self._zero_pages),
+            page_copies=tuple(self._page_copies),
             deactivate=tuple(sorted(self._deactivate - {r.slot for r in resets} - {m.target for m in moves})),
             moves=tuple(moves),
             resets=tuple(resets),
@@ -827,6 +961,7 @@ class Scheduler:
             prefill_bucket=bucket,
         )
         self._zero_pages.clear()
+        self._page_copies.clear()
         self._deactivate.clear()
         self._in_flight.append(step_id)
         return schedule
@@ -930,6 +1065,8 @@ class Scheduler:
         if sequence.slot is None:
             self._waiting.remove(sequence.entry)
         else:
+            if sequence.request.keeps_pages and reason is FinishReason.LENGTH:
+                self._keep_pages(sequence)
             self._release(sequence, is_stopped=is_stopped)
         self._end(sequence, reason, stop_reason, error=error)
 
@@ -943,6 +1080,7 @@ class Scheduler:
     ) -> None:
         """Note the end of a request that neither waits nor runs any more."""
         request = sequence.request
+        request.fork_of = None
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
@@ -951,6 +1089,18 @@ class Scheduler:
         del children[request.child_index]
         if not children:
             del self._sequences[request.request_id]
+
+    def _keep_pages(self, sequence: _Sequence) -> None:
+        request = sequence.request
+        self._kept_pages[_key(request)] = KeptPages(
+            order=sequence.order,
+            salt=self._salt(request),
+            num_tokens=request.num_tokens - 1,
+            last_step_id=sequence.last_step_id,
+            page_ids=sequence.page_ids,
+        )
+        self._count_pages(sequence, -len(sequence.page_ids))
+        sequence.page_ids = []
 
     def _preempt(self, sequence: _Sequence) -> None:
         """Take the pages of a running sequence. It keeps its output and goes before all of its class and tenant that
@@ -1031,7 +1181,11 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, slots, pages and the prefix cache disagree."""
         config = self.config
+        assert not self._page_copies, "pages to copy, and no step that does it"
         holders = [s.page_ids for s in self._running]
+        for kept in self._kept_pages.values():
+            assert not kept.page_ids or kept.num_tokens <= len(kept.page_ids) * config.page_size
+            holders.append(kept.page_ids)
         if self.prefix_cache is not None and self.pinned_prefixes is not None:
             self.prefix_cache.check_integrity()
             self.pinned_prefixes.check_integrity()
@@ -1060,7 +1214,7 @@ class Scheduler:
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), request.status
             assert sequence.slot is None and not sequence.page_ids and sequence.num_in_flight_tokens == 0
             assert request.num_computed_tokens == 0
-            assert (sequence.awaited_page is not None) == (sequence.entry in self._waiting.parked)
+            assert sequence.awaited_page is None or sequence.entry in self._waiting.parked
         for sequence in self._running:
             request = sequence.request
             num_computed = request.num_computed_tokens

@@ -21,7 +21,8 @@ from configs.scheduling import SchedulingConfig
 
 MIN_STALE = 64  # entries of a heap that are left in it after they have gone, before it is made anew
 
-_Key = tuple[bool, int, int, int]  # was not placed before, priority, order of arrival, number of the push
+Order = tuple[int, int]
+_Key = tuple[bool, int, Order, int]  # was not placed before, priority, order of arrival, number of the push
 _FIRST_PRIORITY = -(2**63)  # before every one that a request can have
 
 
@@ -34,7 +35,7 @@ class Entry[Item]:
     base_class: int  # that of its priority
     class_index: int  # what it counts as: waiting makes it better
     priority: int  # within class and tenant
-    order: int  # of arrival
+    order: Order  # of arrival
     deadline_s: float | None = None  # still not placed then: expired; may be taken off
     was_placed: bool = False  # goes before all of its class and tenant that were not
     num_tokens: int = 0  # to compute at most, when it began to wait
@@ -122,8 +123,8 @@ class WaitingQueue[Item]:
     def __init__(self, config: SchedulingConfig):
         self._config = config
         self._classes: list[_ClassQueue[Item]] = [_ClassQueue() for _ in config.class_names]
-        self._entries: dict[int, Entry[Item]] = {}  # by order of arrival
-        self._parked: dict[int, Entry[Item]] = {}  # by order of arrival
+        self._entries: dict[Order, Entry[Item]] = {}  # by order of arrival
+        self._parked: dict[Order, Entry[Item]] = {}  # by order of arrival
         self._ageing: list[tuple[float, int, _Key, Entry[Item]]] = []  # heap: when, tie, key it had then
         self._deadlines: list[tuple[float, int, _Key, Entry[Item]]] = []  # heap, of those never placed
         self._numbers = itertools.count()
@@ -152,7 +153,7 @@ class WaitingQueue[Item]:
         """Of a class: rises, in tokens over weight."""
         return self._classes[class_index].virtual_time
 
-    def entry(self, item: Item, *, tenant: str, priority: int, order: int, deadline_s: float | None) -> Entry[Item]:
+    def entry(self, item: Item, *, tenant: str, priority: int, order: Order, deadline_s: float | None) -> Entry[Item]:
         """An entry that does not wait yet."""
         class_index = self._config.class_of(priority)
         return Entry(

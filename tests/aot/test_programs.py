@@ -14,7 +14,7 @@ import pytest
 from configs.engine import EngineConfig, MeshConfig
 from configs.model import ModelConfig
 from serving.execution.memory import estimate_workspace_bytes
-from serving.execution.program_plan import AbstractState, Program, abstract_state, plan_programs
+from serving.execution.program_plan import COPY_PAGES_BATCH, AbstractState, Program, abstract_state, plan_programs
 from sharding.placement import padded_vocab_size
 from sharding.topology import target_mesh
 
@@ -111,6 +111,18 @@ def test_8b_program_for_an_h200(name: str, kernels_a_layer: int, llama_8b: Model
     check_memory(compiled, llama_8b, CONFIG, writes_pages=not name.startswith("sample"))
     assert compiled.num_all_reduces() == 0
     assert num_attention_kernels(compiled) == kernels_a_layer * llama_8b.num_layers
+
+
+def test_pages_are_copied_in_place_on_an_h200(llama_8b: ModelConfig) -> None:
+    compiled = compile_for("h200", llama_8b, CONFIG, "copy pages")
+    analysis = compiled.executable.memory_analysis()
+    pool = shard_bytes(compiled.state.kv_cache)
+    assert pool <= analysis.alias_size_in_bytes < 1.001 * pool
+    page = shard_bytes(compiled.state.kv_cache[0]) // compiled.state.kv_cache[0].pages.shape[0]
+    print(
+        f"temp {analysis.temp_size_in_bytes / 1e6:.1f} MB, a page of all layers {page * llama_8b.num_layers / 1e6:.1f} MB"
+    )
+    assert analysis.temp_size_in_bytes <= 2 * COPY_PAGES_BATCH * page * llama_8b.num_layers
 
 
 @pytest.mark.gate

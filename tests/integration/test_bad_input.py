@@ -158,6 +158,8 @@ WRONG_FIELDS = [
     ("ignore_eos", [1, "yes", None]),
     ("include_stop_str_in_output", [0]),
     ("skip_special_tokens", ["no"]),
+    ("use_beam_search", [1, "yes", None]),
+    ("length_penalty", [math.nan, math.inf, 11, "1", None]),
 ]
 
 

@@ -125,8 +125,12 @@ def refused(call: Any) -> tuple[str, str, str | None]:
 # Answers
 
 
-def test_an_answer_is_what_http_gives(client, http):
-    body = {"prompt": "hello", **GREEDY, "max_tokens": 5, "logprobs": 2, "n": 2, "return_token_ids": True}
+BEAMS = {"use_beam_search": True, "length_penalty": 0.5, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("fields", [GREEDY, BEAMS], ids=["sampled", "beams"])
+def test_an_answer_is_what_http_gives(client, http, fields):
+    body = {"prompt": "hello", **fields, "max_tokens": 5, "logprobs": 2, "n": 2, "return_token_ids": True}
     body |= {"echo": True, "prompt_logprobs": 1}
     theirs = http.post("/v1/completions", json=body).json()
     ours = answer(client, pb.GenerateRequest(completion=message_of("completions", body)))

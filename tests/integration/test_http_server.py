@@ -142,6 +142,21 @@ def test_a_completion_is_what_the_openai_package_expects(client):
     }
 
 
+def test_beams_come_best_first_and_each_once(client, engine):
+    beams = {"use_beam_search": True, "length_penalty": 0, "return_token_ids": True, "ignore_eos": True}
+    answer = client.completions.create(
+        model="tiny", prompt="hello", max_tokens=4, n=3, temperature=0, logprobs=1, extra_body=beams
+    )
+    Completion.model_validate(answer.model_dump(warnings=False), strict=True)
+    sums = [sum(choice.logprobs.token_logprobs) for choice in answer.choices]
+    assert sums == sorted(sums, reverse=True)
+    assert len({tuple(choice.token_ids) for choice in answer.choices}) == 3
+    assert answer.usage.completion_tokens == 12 and {choice.finish_reason for choice in answer.choices} == {"length"}
+    with pytest.raises(openai.BadRequestError, match="use_beam_search: cannot be streamed"):
+        client.completions.create(model="tiny", prompt="hello", n=3, stream=True, extra_body=beams)
+    assert engine.stats()["kv_used_fraction"] == 0
+
+
 def test_a_chat_is_what_the_openai_package_expects(client):
     answer = client.chat.completions.create(
         model="tiny",

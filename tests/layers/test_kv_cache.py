@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from configs.engine import MeshConfig
 from configs.model import ModelConfig, RopeConfig
-from layers.kv_cache import make_kv_cache, zero_pages
+from layers.kv_cache import copy_pages, make_kv_cache, zero_pages
 from sharding.mesh import make_mesh
 
 CONFIG = ModelConfig(
@@ -60,6 +60,36 @@ def test_zeroed_pages_lose_their_own_scales_and_no_others(dtype, scales, shape):
                 assert (values[[1, 4]] == 0).all() and (values[[0, 2, 3, 5]] == 3).all()
         if scales == "per_tensor":
             assert (np.asarray(kv.scales) == 3).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales"), [(jnp.float32, None), (jnp.int8, "per_token_head"), (jnp.float8_e4m3fn, "per_tensor")]
+)
+def test_copied_pages_hold_the_first_tokens_of_their_source_and_nothing_of_what_follows_it(dtype, scales):
+    mesh = make_mesh(MeshConfig())
+    cache = make_kv_cache(CONFIG, num_pages=6, page_size=4, dtype=dtype, scales=scales, tensor_shards=1, mesh=mesh)
+    rng = np.random.default_rng(0)
+    values = jax.tree.map(lambda x: rng.integers(1, 9, x.shape).astype(np.float32), cache)
+    if scales is None:  # what a masked key that is not finite would spread
+        for kv in values:
+            kv.pages[2, :, 3] = np.nan
+    full = jax.tree.map(lambda x, value: jax.device_put(value.astype(x.dtype), x.sharding), cache, values)
+    copies = np.array([[2, 1, 2, 0], [4, 5, 3, 0], [3, 4, 1, 0]], np.int32)
+    with jax.set_mesh(mesh):
+        copied = jax.jit(copy_pages)(full, jax.device_put(copies, NamedSharding(mesh, PartitionSpec())))
+    for old_kv, new_kv in zip(full, copied, strict=True):
+        for old, new, axis in ((old_kv.pages, new_kv.pages, 1), (old_kv.scales, new_kv.scales, 2)):
+            if old is None:
+                continue
+            before, after = (np.asarray(x).astype(np.float32) for x in (old, new))
+            if old.ndim == 1:
+                assert (before == after).all()
+                continue
+            assert np.array_equal(before[[1, 2]], after[[1, 2]], equal_nan=True)
+            for source, target, num_tokens in copies.T[:3]:
+                kept, cleared = np.split(after[target], [num_tokens], axis=axis)
+                assert np.array_equal(kept, np.split(before[source], [num_tokens], axis=axis)[0])
+                assert (cleared == 0).all()
 
 
 def test_scales_are_split_as_the_kv_heads_are():

@@ -182,16 +182,20 @@ def test_a_start_from_executables_over_four_devices_answers_with_the_same_bits(t
     assert answers(started) == answers(make_llm(4, None))
 
 
-def test_a_loaded_program_writes_donated_pages_in_place(folder: Path, engine_parts: Any) -> None:
+@pytest.mark.parametrize(("name", "value"), [("zero pages", 0), ("copy pages", 1)])
+def test_a_loaded_program_writes_donated_pages_in_place(folder: Path, engine_parts: Any, name: str, value: int) -> None:
     values, plan, mesh = engine_parts
-    program = load_executables(folder, values, plan, mesh)["zero pages"].compiled
-    pools, pages = plan["zero pages"].args
+    program = load_executables(folder, values, plan, mesh)[name].compiled
+    pools, pages = plan[name].args
     cache = jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding), pools)
     places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache)]
-    out = jax.tree.leaves(program(cache, np.full(pages.shape, 2, np.int32)))
+    numbers = np.full(pages.shape, 2, np.int32)
+    if name == "copy pages":
+        numbers[0], numbers[2] = 3, FLAGS["page_size"]  # from page 3, whole
+    out = jax.tree.leaves(program(cache, numbers))
     assert all(x.is_deleted() for x in jax.tree.leaves(cache))
     assert [x.unsafe_buffer_pointer() for x in out] == places
-    assert all((np.asarray(x)[2] == 0).all() and (np.asarray(x)[3] == 1).all() for x in out)
+    assert all((np.asarray(x)[2] == value).all() and (np.asarray(x)[3] == 1).all() for x in out)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,9 @@ REFUSED = [
         "echo: with log-probs of the prompt cannot be streamed",
     ),
     (COMPLETIONS, {"stream": True, "prompt_logprobs": 0}, "prompt_logprobs: with log-probs of the prompt cannot"),
+    (COMPLETIONS, {"stream": True, "use_beam_search": True}, "use_beam_search: cannot be streamed"),
+    (COMPLETIONS, {"use_beam_search": True, "top_p": 0.5}, "top_p: 0.5 does not go with use_beam_search"),
+    (COMPLETIONS, {"length_penalty": 0.5}, "length_penalty: 0.5 is for beams"),
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens: is 0, which is allowed only with prompt_logprobs"),
     (COMPLETIONS, {"min_tokens": 17}, "min_tokens: 17 is above max_tokens=16"),
     (COMPLETIONS, {"prompt": [], "n": 1}, "prompt: is an empty list"),
@@ -136,6 +139,12 @@ REFUSED = [
     (COMPLETIONS, {"prompt": ["a"] * 9, "n": 128}, "n: times prompts is 1152; at most 1024"),
     (COMPLETIONS, {"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs: must have one of"),
     (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens: is not max_tokens"),
+    (CHAT, {"stream": True, "use_beam_search": True}, "use_beam_search: cannot be streamed"),
+    (
+        CHAT,
+        {"use_beam_search": True, "response_format": {"type": "json_object"}},
+        "response_format: .* use_beam_search",
+    ),
     (CHAT, {"top_logprobs": 0}, "top_logprobs: needs logprobs=true"),
     (CHAT, {"service_tier": "flex"}, "service_tier: has no tiers"),
     (CHAT, {"store": True}, "store: is not offered"),
@@ -244,6 +253,12 @@ def test_a_chat_fills_the_context_by_default_and_the_models_own_settings_come_be
     assert parse_completion({"prompt": "a"}, CONFIG, defaults).params.max_tokens == 16
     assert parse_chat({"messages": MESSAGES}, CONFIG, {"max_tokens": 9}).params.max_tokens == 9
     assert defaults == {"temperature": 0.3, "top_k": 7}
+
+
+def test_beams_take_none_of_the_models_own_settings_for_sampling():
+    defaults = {"temperature": 0.3, "top_k": 7, "max_tokens": 9}
+    call = parse_chat({"messages": MESSAGES, "use_beam_search": True, "n": 3, "length_penalty": 0}, CONFIG, defaults)
+    assert call.params == SamplingParams(n=3, max_tokens=9, use_beam_search=True, length_penalty=0.0)
 
 
 def test_a_message_that_goes_on_opens_no_new_turn():

@@ -82,15 +82,24 @@ class FakeRunner:
         self.config = config
         self.rows: list[Row | None] = [None] * config.max_num_seqs
         self.pool = np.zeros(config.num_pages * config.page_size, np.uint64)
-        self.page_is_nan = np.zeros(config.num_pages, bool)
+        self.is_nan = np.zeros((config.num_pages, config.page_size), bool)
         self.poison_after: dict[tuple[str, int], int] = {}  # (request id, child) -> output tokens before NaN
         self.written_pages: dict[int, set[int]] = {}  # step id -> pages it wrote
 
     def run(self, schedule: Schedule) -> np.ndarray:
         config = self.config
         written = self.written_pages[schedule.step_id] = set()
-        self.page_is_nan[list(schedule.zero_pages)] = False
-        self.pool.reshape(-1, config.page_size)[list(schedule.zero_pages)] = 0
+        pages = self.pool.reshape(-1, config.page_size)
+        self.is_nan[list(schedule.zero_pages)] = False
+        pages[list(schedule.zero_pages)] = 0
+        targets = [copy.target for copy in schedule.page_copies]
+        assert len(set(targets)) == len(targets)
+        assert not any(copy.source in targets[:place] for place, copy in enumerate(schedule.page_copies))
+        for copy in schedule.page_copies:
+            for places in (self.is_nan, pages):
+                places[copy.target] = 0
+                places[copy.target, : copy.num_tokens] = places[copy.source, : copy.num_tokens]
+            written.add(copy.target)
         for slot in schedule.deactivate:
             if self.rows[slot] is not None:
                 self.rows[slot].is_active = False
@@ -149,7 +158,7 @@ class FakeRunner:
         page_id = row.page_table[position // self.config.page_size]
         assert page_id != 0
         self.pool[page_id * self.config.page_size + position % self.config.page_size] = row.states[position]
-        self.page_is_nan[page_id] |= row.is_poisoned
+        self.is_nan[page_id, position % self.config.page_size] = row.is_poisoned
         written.add(page_id)
 
     def _check_reads(self, row: Row, num_tokens: int) -> None:
@@ -158,7 +167,7 @@ class FakeRunner:
         page_size = self.config.page_size
         kv = self.pool.reshape(-1, page_size)[row.page_table].reshape(-1)
         assert np.array_equal(kv[:num_tokens], np.array(row.states[:num_tokens], np.uint64)), "foreign K/V"
-        assert not self.page_is_nan[row.page_table].any(), "K/V that is not finite"
+        assert not self.is_nan[row.page_table].any(), "K/V that is not finite"
 
     def _sample(self, row: Row, num_tokens: int) -> int:
         self._check_reads(row, num_tokens)
@@ -166,7 +175,8 @@ class FakeRunner:
         if row.num_output_tokens >= self.poison_after.get((request.request_id, request.child_index), 2**31):
             # The NaN is in the K/V of this step; the row may well go on, and poison what it writes next.
             row.is_poisoned = True
-            self.page_is_nan[row.page_table[(num_tokens - 1) // self.config.page_size]] = True
+            index, place = divmod(num_tokens - 1, self.config.page_size)
+            self.is_nan[row.page_table[index], place] = True
             row.is_active = num_tokens % 2 == 0 and num_tokens + 1 < request.max_total_tokens
             row.tokens.append(0)
             return NOT_FINITE
@@ -212,7 +222,7 @@ class Engine:
         self.scheduler.add(request)
         key = (request.request_id, request.child_index)
         self.requests[key] = request
-        self.streamed[key] = []
+        self.streamed[key] = list(request.output_token_ids)
         return request
 
     def update(self) -> list[StepEvent]:
@@ -284,6 +294,8 @@ class Engine:
             assert request.status is RequestStatus.RUNNING
         new_pages = {page_id for reset in schedule.resets for page_id in reset.page_ids}
         new_pages |= {append.page_id for append in schedule.page_appends}
+        # A completion that shares the prompt of another reads after the step in flight that writes it.
+        new_pages = {page_id for page_id in new_pages if self.scheduler.page_allocator.ref_count(page_id) == 1}
         for running, _ in self.in_flight:
             assert not new_pages & self.runner.written_pages[running.step_id], (
                 "a step in flight writes a page given out"

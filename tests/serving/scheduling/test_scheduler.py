@@ -406,7 +406,7 @@ def test_pages_poisoned_in_flight_after_the_request_ended_are_zeroed_too(tools):
     engine.run()
     assert request.finish_reason is FinishReason.STOP
     assert [bool(schedule.zero_pages) for schedule in engine.schedules].count(True) == 1
-    assert not engine.runner.page_is_nan.any()
+    assert not engine.runner.is_nan.any()
     engine.check_outputs()
 
 

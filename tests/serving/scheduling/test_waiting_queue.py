@@ -31,7 +31,7 @@ class Driver:
     ) -> Entry[int]:
         number = self.num_added
         self.num_added += 1
-        entry = self.queue.entry(number, tenant=tenant, priority=priority, order=number, deadline_s=deadline_s)
+        entry = self.queue.entry(number, tenant=tenant, priority=priority, order=(number, 0), deadline_s=deadline_s)
         self.queue.push(entry, num_tokens=num_tokens, now_s=now_s)
         return entry
 
@@ -182,7 +182,7 @@ class QueueMachine(RuleBasedStateMachine):
         )
         self.waiting: list[Entry[int]] = []
         self.placed: list[Entry[int]] = []
-        self.deadlines: dict[int, float] = {}  # of those never placed, by order
+        self.deadlines: dict[tuple[int, int], float] = {}  # of those never placed, by order
         self.now_s = 0.0
         self.virtual_times = [0.0] * 3
 
@@ -195,7 +195,7 @@ class QueueMachine(RuleBasedStateMachine):
     def arrive(self, tenant, priority, num_tokens, patience_s):
         deadline_s = None if patience_s is None else self.now_s + patience_s
         if deadline_s is not None:
-            self.deadlines[self.driver.num_added] = deadline_s
+            self.deadlines[(self.driver.num_added, 0)] = deadline_s
         self.waiting.append(
             self.driver.add(
                 tenant=tenant, priority=priority, num_tokens=num_tokens, now_s=self.now_s, deadline_s=deadline_s
