@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from configs.checks import check_bool, check_int, check_int_tuple, fail
 from configs.engine import mixed_decode_sizes
 from serving.request import Request
+from serving.scheduling.swap import SwapConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class SchedulerConfig:
     max_decode_steps: int = 1  # a dispatch decodes 1 or this many steps; at most page_size
     enable_prefix_caching: bool = True
     rope: RopeRegime = RopeRegime()
+    swap: SwapConfig | None = None  # None: a preempted sequence is always computed again
     static_batching: bool = False  # admit only into an empty engine: the classic baseline, for comparison
 
     def __post_init__(self) -> None:

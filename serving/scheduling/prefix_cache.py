@@ -69,6 +69,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._by_page)
 
+    def find(self, page_id: int) -> CachedPage | None:
+        """The cached page of this id; None: it is not cached."""
+        return self._by_page.get(page_id)
+
     def new_chain(self, salt: bytes) -> PageChain:
         """An empty chain. Chains of different salts never share a page."""
         return PageChain(salt=salt, tail=salt)

@@ -1,7 +1,7 @@
 """Decides each step: which requests run, how many tokens of each, in which pages.
 
 One rule: a request gets tokens until `num_computed_tokens` catches up with what it has. Chunked prefill, prefix hits
-and recompute after preemption follow from it. One order, that of arrival, serves the queue, the budget and the choice
+and recompute after preemption follow from it (a sequence swapped to the host returns with the number that it had). One order, that of arrival, serves the queue, the budget and the choice
 of a victim: the youngest gives way, so the oldest always progresses and a request is served the sooner the longer it
 has waited.
 
@@ -29,6 +29,7 @@ from serving.scheduling.config import SchedulerConfig
 from serving.scheduling.page_allocator import PageAllocator
 from serving.scheduling.prefix_cache import CachedPage, PageChain, PrefixCache
 from serving.scheduling.schedule import PageAppend, PrefillChunk, Schedule, SlotMove, SlotReset
+from serving.scheduling.swap import HostCopy, HostPool
 
 MAX_IDLE_SHARE = 1 / 16  # of the slot steps of a dispatch, while a request waits
 
@@ -97,6 +98,7 @@ class _Sequence:
     is_decoding: bool = False  # all known tokens were dispatched; from here the slot goes on by itself
     num_confirmed_tokens: int = 0
     last_step_id: int = 0  # the last step it was dispatched in
+    host_copy: HostCopy | None = None  # of its K/V, while it waits after a preemption
 
     @property
     def num_in_flight_tokens(self) -> int:
@@ -139,6 +141,7 @@ class Scheduler:
         self.needs_drain = False
         self.prefix_cache = PrefixCache(config.page_size) if config.enable_prefix_caching else None
         self.page_allocator = PageAllocator(config.num_pages, self.prefix_cache)
+        self.host_pool = HostPool(config.swap, self.prefix_cache)
         self._sequences: dict[str, dict[int, _Sequence]] = {}  # request id -> child index -> unfinished sequence
         self._waiting: list[_Sequence] = []  # both in order of arrival
         self._running: list[_Sequence] = []
@@ -264,7 +267,9 @@ class Scheduler:
             if reset is None:
                 break
             resets.append(reset)
-            if budget:
+            if sequence.is_decoding:
+                decoding.append(sequence)
+            elif budget:
                 budget -= self._add_chunk(sequence, budget, chunks)
         if not decoding and not chunks:
             self._give_way()
@@ -436,10 +441,13 @@ class Scheduler:
         can still need, no older sequence can push it out again, which bounds preemptions by the logarithm of the
         longest sequence's pages. With nobody running every page is there, so whatever `add` accepted gets in.
         """
-        request = sequence.request
-        request.rope_len = self.config.rope.rope_len(request)
-        sequence.regime_tokens = self.config.rope.max_tokens(request)
-        match = self._match_prefix(sequence)
+        request, copy = sequence.request, sequence.host_copy
+        if copy is None:
+            request.rope_len = self.config.rope.rope_len(request)
+            sequence.regime_tokens = self.config.rope.max_tokens(request)
+            match = self._match_prefix(sequence)
+        else:
+            match = copy.live_pages()
         hit_page_ids = [page.page_id for page in match]
         num_new_pages = self.config.num_pages_for(request.num_tokens) - len(match)
         num_taken_pages = num_new_pages + sum(self.page_allocator.is_evictable(page_id) for page_id in hit_page_ids)
@@ -464,10 +472,25 @@ class Scheduler:
             request.num_cached_tokens = num_hit_tokens
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = sequence.num_confirmed_tokens = num_hit_tokens
-        if self._may_read_cache(request):
+        if copy is not None:
+            self._swap_in(sequence, copy)
+        elif self._may_read_cache(request):
             self.stats.num_prefix_query_tokens += request.num_tokens
             self.stats.num_prefix_hit_tokens += num_hit_tokens
-        return SlotReset(slot=sequence.slot, request=request, page_ids=tuple(sequence.page_ids))
+        return SlotReset(
+            slot=sequence.slot,
+            request=request,
+            page_ids=tuple(sequence.page_ids),
+            is_decoding=sequence.is_decoding,
+        )
+
+    def _swap_in(self, sequence: _Sequence, copy: HostCopy) -> None:
+        """Bring back what a sequence had computed, to the pages that follow those it shares."""
+        first = sequence.num_hit_pages
+        self.host_pool.swap_in(copy, first, sequence.page_ids[first : copy.num_pages])
+        sequence.host_copy = None
+        sequence.request.num_computed_tokens = sequence.num_confirmed_tokens = copy.num_tokens
+        sequence.is_decoding = copy.is_decoding
 
     def _may_read_cache(self, request: Request) -> bool:
         # Log-probs of the prompt need the logits of every prompt position: none can be skipped.
@@ -519,13 +542,16 @@ class Scheduler:
             sequence.num_future_tokens = end_position + 1
             decode.append((sequence.slot, sequence.request))
         self.stats.num_steps += 1
+        swap_outs, swap_ins = self.host_pool.take_step()
         bucket, num_decode_slots = self._program_size(decode, chunks, num_padded_tokens)
         if decode:
             self.stats.num_decode_steps += num_decode_steps
         self.stats.num_decode_slot_steps += num_decode_slots * num_decode_steps
         schedule = Schedule(
             step_id=step_id,
+            swap_outs=swap_outs,
             zero_pages=tuple(self._zero_pages),
+            swap_ins=swap_ins,
             deactivate=tuple(sorted(self._deactivate - {r.slot for r in resets} - {m.target for m in moves})),
             moves=tuple(moves),
             resets=tuple(resets),
@@ -633,6 +659,8 @@ class Scheduler:
         request = sequence.request
         if sequence.slot is None:
             self._waiting.remove(sequence)
+            if sequence.host_copy is not None:
+                self.host_pool.drop(sequence.host_copy)
         else:
             self._release(sequence, is_stopped=is_stopped)
         request.status = RequestStatus.FINISHED
@@ -648,7 +676,17 @@ class Scheduler:
         """Take the pages of a running sequence. It keeps its output and waits before all that came after it."""
         self.stats.num_preemptions += 1
         sequence.request.num_preemptions += 1
+        sequence.host_copy = self._try_swap_out(sequence)
         self._suspend(sequence)
+
+    def _try_swap_out(self, sequence: _Sequence) -> HostCopy | None:
+        """Have the K/V of a sequence copied to the host; None: it is to be computed again. What is not confirmed, or
+        is about to be restarted for its rope regime, is not copied."""
+        num_tokens = sequence.num_confirmed_tokens
+        if num_tokens < sequence.request.num_computed_tokens or sequence.num_future_tokens > sequence.regime_tokens:
+            return None
+        page_ids = sequence.page_ids[: self.config.num_pages_for(num_tokens)]
+        return self.host_pool.try_swap_out(page_ids, num_tokens, is_decoding=sequence.is_decoding)
 
     def _suspend(self, sequence: _Sequence) -> None:
         assert sequence.num_in_flight_tokens == 0, sequence.request.request_id
@@ -699,10 +737,17 @@ class Scheduler:
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), request.status
             assert sequence.slot is None and not sequence.page_ids and sequence.num_in_flight_tokens == 0
             assert request.num_computed_tokens == 0
+            copy = sequence.host_copy
+            if copy is not None:
+                assert copy.num_pages == config.num_pages_for(copy.num_tokens) and copy.num_tokens < request.num_tokens
+                assert copy.num_tokens == request.num_tokens - 1 or not copy.is_decoding
+                assert request.num_tokens <= sequence.regime_tokens == config.rope.max_tokens(request)
+        self.host_pool.check_integrity(s.host_copy for s in self._waiting if s.host_copy is not None)
         for sequence in self._running:
             request = sequence.request
             num_computed = request.num_computed_tokens
             assert request.status is RequestStatus.RUNNING and sequence.slot is not None
+            assert sequence.host_copy is None
             assert 0 <= sequence.num_confirmed_tokens <= num_computed <= len(sequence.page_ids) * config.page_size
             assert num_computed <= sequence.regime_tokens == config.rope.max_tokens(request)
             assert request.num_tokens <= sequence.num_future_tokens <= request.max_total_tokens
