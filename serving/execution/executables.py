@@ -54,6 +54,8 @@ HOST_FIELDS = (
     "num_pages",
     "memory_fraction",
     "kv_cache_bytes",
+    "swap_bytes",
+    "preemption",
     "enable_prefix_caching",
     "seed",
     "compilation_cache_dir",

@@ -1,4 +1,4 @@
-"""Where a device's memory goes: weights, slot table, workspace, KV pool, slack. Bytes are of one device."""
+"""Where a device's memory goes: weights, slot table, workspace, swap staging, KV pool, slack. Bytes are of one device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU_KV_CACHE_BYTES = 1 << 30  # host memory is shared with everything else: take
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLedger:
-    """Bytes of one device; weights + slot_table + workspace + kv_pool + slack = device."""
+    """Bytes of one device; weights + slot_table + workspace + swap_staging + kv_pool + slack = device."""
 
     device: int
     weights: int
@@ -29,10 +29,12 @@ class MemoryLedger:
     num_pages: int
     page_size: int
     max_model_len: int
+    swap_staging: int = 0  # pages on their way to the host and back
+    host: int = 0  # of host memory, for pages of preempted sequences of all devices
 
     @property
     def slack(self) -> int:
-        return self.device - self.weights - self.slot_table - self.workspace - self.kv_pool
+        return self.device - self.weights - self.slot_table - self.workspace - self.swap_staging - self.kv_pool
 
     @property
     def kv_token_bytes(self) -> float:
@@ -55,6 +57,7 @@ class MemoryLedger:
             ("weights", self.weights),
             ("slot table", self.slot_table),
             ("workspace", self.workspace),
+            *([("pages on their way to the host and back", self.swap_staging)] if self.host else []),
             (f"KV pool, {self.num_pages} pages of {self.page_size} tokens, {kept}", self.kv_pool),
             ("slack", self.slack),
             ("device memory", self.device),
@@ -63,6 +66,8 @@ class MemoryLedger:
         lines.append(
             f"  fits {self.capacity_tokens:,} tokens: {self.capacity_sequences:,} sequences of {self.max_model_len:,}"
         )
+        if self.host:
+            lines.append(f"  host memory for pages of preempted sequences, all devices: {self.host / 2**20:,.1f} MiB")
         return "\n".join(lines)
 
 
@@ -93,6 +98,16 @@ def estimate_workspace_bytes(model: ModelConfig, config: EngineConfig, padded_vo
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim // shards
     per_token = 4 * (6 * model.hidden_size + 3 * model.intermediate_size // shards + 2 * heads)
     return num_tokens * per_token + 12 * 4 * config.max_num_seqs * padded_vocab_size
+
+
+def check_host_bytes(config: EngineConfig, batch_nbytes: int) -> None:
+    """Raise ConfigError where swap_bytes is more than the machine has, or less than one batch of pages takes."""
+    available = psutil.virtual_memory().available
+    if not batch_nbytes <= config.swap_bytes <= available:
+        raise ConfigError(
+            f"EngineConfig.swap_bytes={config.swap_bytes} must be 0, or from {batch_nbytes:,}, which is what one batch of "
+            f"pages takes, to the {available:,} bytes of host memory that are available"
+        )
 
 
 def choose_num_pages(
