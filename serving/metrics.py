@@ -146,6 +146,10 @@ def series_of(max_model_len: int) -> tuple[Series, ...]:
         gauge("headrace_kv_unused_tokens", "Token places of held pages that hold no token: the waste of paging."),
         counter("headrace_kv_held_token_steps_total", "Token places of held pages, summed over steps."),
         counter("headrace_kv_unused_token_steps_total", "Of those, places that held no token."),
+        counter("headrace_swap_outs_total", "Preempted sequences that went to host memory."),
+        counter("headrace_swap_ins_total", "Sequences that came back from it."),
+        counter("headrace_swap_bytes_total", "Bytes of their pages, all devices.", "direction"),
+        gauge("headrace_swap_host_bytes", "Host memory that preempted sequences take."),
         counter("headrace_page_evictions_total", "Cached pages given up for others."),
         histogram("headrace_time_to_first_token_seconds", "TTFT by prompt length.", TTFT_BOUNDS, *length),
         histogram("headrace_time_per_output_token_seconds", "TPOT by prompt length.", TOKEN_BOUNDS, *length),
@@ -498,6 +502,7 @@ class EngineMetrics(EngineObserver):
         engine = self.engine
         config, runner, counters, scheduler = engine.config, engine.runner, engine.counters, engine.scheduler
         stats, pages, times = scheduler.stats, scheduler.page_allocator, engine.clock.times()
+        host_pool = scheduler.host_pool
         idle_min, idle_max = times.idle_fractions()
         num_loaded = sum(report.is_loaded for report in runner.reports)
         cache_labels = (
@@ -521,6 +526,9 @@ class EngineMetrics(EngineObserver):
             "headrace_kv_unused_tokens": scheduler.num_unused_page_tokens,
             "headrace_kv_held_token_steps_total": counters.page_token_steps,
             "headrace_kv_unused_token_steps_total": counters.unused_page_token_steps,
+            "headrace_swap_outs_total": host_pool.num_swap_outs,
+            "headrace_swap_ins_total": host_pool.num_swap_ins,
+            "headrace_swap_host_bytes": host_pool.num_used_bytes,
             "headrace_page_evictions_total": pages.num_evictions,
             "headrace_decode_passes_total": stats.num_decode_steps,
             "headrace_slot_moves_total": stats.num_slot_moves,
@@ -543,6 +551,10 @@ class EngineMetrics(EngineObserver):
                 ("cached",): pages.num_evictable_pages,
                 ("free",): pages.num_free_pages - pages.num_evictable_pages,
                 ("quarantined",): pages.num_quarantined_pages,
+            },
+            "headrace_swap_bytes_total": {
+                ("out",): float(host_pool.num_out_bytes),
+                ("in",): float(host_pool.num_in_bytes),
             },
             "headrace_slo_seconds": {("ttft",): self.config.ttft_slo_s, ("tpot",): self.config.tpot_slo_s},
             "headrace_programs": {

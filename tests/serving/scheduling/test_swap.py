@@ -195,7 +195,7 @@ def test_constrained_rows_return_with_their_last_token_known(tools, rng):
     assert engine.scheduler.host_pool.num_swap_ins > 0
 
 
-@pytest.mark.parametrize("limit", range(8, 24, 3))
+@pytest.mark.parametrize("limit", [8, 11, 20, 23])
 def test_a_swapped_sequence_keeps_its_rope_regime(tools, rng, limit):
     engine = make_engine(tools, rope=RopeRegime(longrope_limit=limit))
     add_two(tools, engine, rng)
