@@ -93,8 +93,8 @@ def stacked_pages(kv_cache: AbstractKVCache, num_pages: int) -> LayerKV[jax.Shap
         sharding = NamedSharding(pool.sharding.mesh, PartitionSpec(None, *pool.sharding.spec))
         return jax.ShapeDtypeStruct((len(kv_cache), num_pages, *pool.shape[1:]), pool.dtype, sharding=sharding)
 
-    first = kv_cache[0]
-    return LayerKV(stacked(first.pages), stacked(first.scales) if _has_page_scales(kv_cache) else None)
+    scales = _page_scales(kv_cache)
+    return LayerKV(stacked(kv_cache[0].pages), stacked(scales[0]) if scales else None)
 
 
 def gather_pages(kv_cache: KVCache, page_ids: jax.Array) -> LayerKV[jax.Array]:
@@ -104,10 +104,8 @@ def gather_pages(kv_cache: KVCache, page_ids: jax.Array) -> LayerKV[jax.Array]:
         spec = jax.typeof(pools[0]).sharding.spec  # pages are not split, so each device gathers what it has of them
         return jnp.stack([pool.at[page_ids].get(out_sharding=spec, mode="clip") for pool in pools])
 
-    return LayerKV(
-        gather([layer.pages for layer in kv_cache]),
-        gather([layer.scales for layer in kv_cache]) if _has_page_scales(kv_cache) else None,
-    )
+    scales = _page_scales(kv_cache)
+    return LayerKV(gather([layer.pages for layer in kv_cache]), gather(scales) if scales else None)
 
 
 def scatter_pages(kv_cache: KVCache, stacked: LayerKV[jax.Array], page_ids: jax.Array) -> tuple[KVCache, jax.Array]:
@@ -119,14 +117,16 @@ def scatter_pages(kv_cache: KVCache, stacked: LayerKV[jax.Array], page_ids: jax.
 
     layers = []
     for i, layer in enumerate(kv_cache):
-        scales = layer.scales if stacked.scales is None else scatter(layer.scales, stacked.scales[i])
+        scales = layer.scales
+        if scales is not None and stacked.scales is not None:
+            scales = scatter(scales, stacked.scales[i])
         layers.append(LayerKV(scatter(layer.pages, stacked.pages[i]), scales))
     return tuple(layers), page_ids[0]
 
 
-def _has_page_scales(kv_cache: KVCache | AbstractKVCache) -> bool:
-    scales = kv_cache[0].scales
-    return scales is not None and scales.ndim > 1
+def _page_scales[Leaf: (jax.Array, jax.ShapeDtypeStruct)](kv_cache: tuple[LayerKV[Leaf], ...]) -> list[Leaf]:
+    """Each layer's scales, where pages have their own."""
+    return [layer.scales for layer in kv_cache if layer.scales is not None and layer.scales.ndim > 1]
 
 
 def zero_pages(kv_cache: KVCache, page_ids: jax.Array) -> KVCache:

@@ -20,7 +20,7 @@ from configs.checks import ConfigError
 from layers.kv_cache import KVCache, LayerKV, stacked_pages
 from serving.execution.program_plan import SWAP_PAGES_BATCH, like
 from serving.scheduling.schedule import NULL_PAGE
-from serving.scheduling.swap import HostCopy, SwapIn, SwapOut
+from serving.scheduling.swap import SwapIn, SwapOut
 
 HOST_MEMORY = "pinned_host"  # page-locked, so that copies run beside programs and at the link's full rate
 MAX_STAGED = 4  # batches on their way, in each direction: what they take of the device's memory is bounded

@@ -174,7 +174,8 @@ def plan_programs(model: ModelConfig, config: EngineConfig, mesh: Mesh, state: A
         page_ids = abstract(SWAP_PAGES_BATCH)
         plan["swap out"] = Program(jax.jit(gather_pages), (cache, page_ids))
         plan["swap in"] = Program(
-            jax.jit(scatter_pages, donate_argnames="kv_cache"), (cache, stacked_pages(cache, SWAP_PAGES_BATCH), page_ids)
+            jax.jit(scatter_pages, donate_argnames="kv_cache"),
+            (cache, stacked_pages(cache, SWAP_PAGES_BATCH), page_ids),
         )
     return plan
 
