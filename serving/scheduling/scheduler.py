@@ -1,9 +1,9 @@
 """Decides each step: which requests run, how many tokens of each, in which pages.
 
 One rule: a request gets tokens until `num_computed_tokens` catches up with what it has. Chunked prefill, prefix hits
-and recompute after preemption follow from it (a sequence swapped to the host returns with the number that it had). One order, that of arrival, serves the queue, the budget and the choice
-of a victim: the youngest gives way, so the oldest always progresses and a request is served the sooner the longer it
-has waited.
+and recompute after preemption follow from it; a sequence that was swapped to the host has its number back. One order,
+that of arrival, serves the queue, the budget and the choice of a victim: the youngest gives way, so the oldest always
+progresses and a request is served the sooner the longer it has waited.
 
 The engine runs ahead: it calls `schedule()` for the next step before it calls `update()` for the last one. So
 `num_computed_tokens` counts dispatched work; a decoding request's next position is known although its token is not.

@@ -40,11 +40,11 @@ def make_llm(**overrides) -> LLM:
 
 
 @functools.cache
-def swap_llm(kv_dtype: str = "auto") -> LLM:
+def swap_llm(kv_dtype: str) -> LLM:
     return make_llm(kv_dtype=kv_dtype)
 
 
-def fresh_engine(kv_dtype: str = "auto") -> Engine:
+def fresh_engine(kv_dtype: str) -> Engine:
     engine = swap_llm(kv_dtype).engine
     engine.restart_scheduler(static_batching=False)
     return engine
@@ -173,7 +173,7 @@ def test_random_requests_with_cancels_get_their_solo_tokens():
     print({name: value for name, value in stats.items() if "swap" in name or name == "num_preemptions"})
     assert 0 < stats["num_swap_ins"] <= stats["num_swap_outs"] <= stats["num_preemptions"]
     check_idle(engine)
-    solo = swap_llm()
+    solo = swap_llm("auto")
     for i, (prompt, params) in enumerate(work):
         (expected,) = solo.generate([prompt], params, use_tqdm=False)
         tokens = expected.outputs[0].token_ids
@@ -188,11 +188,11 @@ def test_auto_decides_by_rates_measured_at_start():
     rates = llm.engine.runner.swap_rates
     assert rates.out_bytes_per_s > 0 and rates.in_bytes_per_s > 0 and rates.prefill_tokens_per_s > 0
     assert llm.engine.scheduler.config.swap.rates is rates
-    assert swap_llm().engine.scheduler.config.swap.rates is None
+    assert swap_llm("auto").engine.scheduler.config.swap.rates is None
 
 
 def test_the_ledger_counts_pages_on_their_way_and_names_host_memory():
-    llm = swap_llm()
+    llm = swap_llm("auto")
     ledger = llm.engine.runner.ledger
     page_bytes = 2 * 2 * 2 * 16 * 4 * PAGE_SIZE  # of 2 layers, 2 heads of 16
     assert ledger.swap_staging == 2 * 5 * 16 * page_bytes
@@ -208,11 +208,11 @@ def test_host_memory_that_is_of_no_use_or_not_there_is_refused(swap_bytes):
 
 
 def test_metrics_count_swaps_both_ways():
-    engine = fresh_engine()
+    engine = fresh_engine("auto")
     metrics = EngineMetrics(engine, model_name="tiny")
     try:
         params = SamplingParams(temperature=0.0, max_tokens=290, ignore_eos=True)
-        swap_llm().generate([[1, 2, 3], [4, 5, 6]], params, use_tqdm=False)
+        swap_llm("auto").generate([[1, 2, 3], [4, 5, 6]], params, use_tqdm=False)
         values, stats = metrics.values(), engine.stats()
         assert (
             values["headrace_swap_outs_total"][()]
