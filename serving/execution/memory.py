@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import jax
@@ -13,6 +14,9 @@ from configs.model import ModelConfig
 from sharding.placement import stored_kv_heads
 
 CPU_KV_CACHE_BYTES = 1 << 30  # host memory is shared with everything else: take a fixed share unless told
+GPU_HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # bounds XLA's page-locked memory
+GPU_HOST_LIMIT_GIB = 64  # where it is not set
+GPU_HOST_RESERVE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +104,23 @@ def estimate_workspace_bytes(model: ModelConfig, config: EngineConfig, padded_vo
     return num_tokens * per_token + 12 * 4 * config.max_num_seqs * padded_vocab_size
 
 
-def check_host_bytes(config: EngineConfig, batch_nbytes: int) -> None:
-    """Raise ConfigError where swap_bytes is more than the machine has, or less than one batch of pages takes."""
+def pinned_host_bytes(platform: str) -> int:
+    """Page-locked host memory that this process can have: what the machine has free, and on GPUs XLA's own limit less
+    what its other transfers may need."""
     available = psutil.virtual_memory().available
+    if platform != "gpu":
+        return available
+    limit = os.environ.get(GPU_HOST_LIMIT, "")
+    return min(available, (int(limit) if limit.isdecimal() else GPU_HOST_LIMIT_GIB) * 2**30 - GPU_HOST_RESERVE_BYTES)
+
+
+def check_swap_bytes(config: EngineConfig, *, batch_nbytes: int, platform: str) -> None:
+    """Raise ConfigError where swap_bytes is more than there can be, or less than one batch of pages takes."""
+    available = pinned_host_bytes(platform)
     if not batch_nbytes <= config.swap_bytes <= available:
         raise ConfigError(
             f"EngineConfig.swap_bytes={config.swap_bytes} must be 0, or from {batch_nbytes:,}, which is what one batch of "
-            f"pages takes, to the {available:,} bytes of host memory that are available"
+            f"pages takes, to the {available:,} bytes of host memory that can be had (on GPUs bounded by {GPU_HOST_LIMIT})"
         )
 
 

@@ -185,7 +185,9 @@ class ModelRunner:
         self._page_swap: PageSwap | None = None
         if config.swap_bytes:
             self._page_swap = PageSwap(self._kv_cache, mesh, self._program)
-            memory.check_host_bytes(config, self._page_swap.batch_nbytes)
+            memory.check_swap_bytes(
+                config, batch_nbytes=self._page_swap.batch_nbytes, platform=mesh.devices.flat[0].platform
+            )
         self.swap_rates: SwapRates | None = None  # measured at start, where they decide
         self._decode_layout = InputLayout(config.max_num_seqs, 0, config.query_block)
         self._compiled: dict[str, Any] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from configs.checks import ConfigError
 from serving import LLM, SamplingParams
 from serving.engine import Engine
+from serving.execution import memory
 from serving.metrics import EngineMetrics
 from serving.request import FinishReason
 from serving.scheduling.swap import HostCopy
@@ -205,6 +207,16 @@ def test_the_ledger_counts_pages_on_their_way_and_names_host_memory():
 def test_host_memory_that_is_of_no_use_or_not_there_is_refused(swap_bytes):
     with pytest.raises(ConfigError, match=rf"EngineConfig\.swap_bytes={swap_bytes} must be 0, or from 65,536"):
         make_llm(swap_bytes=swap_bytes)
+
+
+@pytest.mark.parametrize(("limit", "gib"), [(None, 63), ("2", 1), ("none", 63)])
+def test_page_locked_memory_of_gpus_ends_at_the_limit_of_xla(monkeypatch, limit, gib):
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", limit)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**40))
+    assert memory.pinned_host_bytes("gpu") == gib * 2**30
+    assert memory.pinned_host_bytes("cpu") == 2**40
 
 
 def test_metrics_count_swaps_both_ways():
