@@ -11,6 +11,7 @@ DTYPES = ("float32", "bfloat16")
 KV_DTYPES = ("auto", "float8_e4m3fn", "int8")
 KV_SCALES = ("per_token_head", "per_tensor")
 PREFIX_CACHE_SCOPES = ("shared", "tenant")
+PREEMPTIONS = ("auto", "recompute", "swap")
 MIXED_SAVING = 72  # a smaller mixed program must do without at least one in so many rows of the next
 
 
@@ -72,6 +73,11 @@ class EngineConfig:
     num_pages: int | None = None  # of the KV pool; None: what fits memory
     memory_fraction: float = 0.9  # of the device's memory that weights, workspace and KV may fill
     kv_cache_bytes: int | None = None  # bound on the KV pool; None: what memory_fraction leaves
+    # Host memory for the KV of preempted sequences, all devices' together; 0: none, they are computed again.
+    swap_bytes: int = 0
+    # What becomes of a preempted sequence's KV. "auto": it is swapped to the host, where there is room, if its bytes
+    # take less time both ways than its tokens to compute, by rates measured at start; "swap": wherever there is room.
+    preemption: Literal["auto", "recompute", "swap"] = "auto"
     enable_prefix_caching: bool = True  # keep full pages of finished sequences for prompts that begin alike
     # Who finds whose cached prefixes: "shared" all requests, "tenant" those of one tenant alone. None: "tenant" in a
     # server that tells tenants apart, else "shared".
@@ -107,6 +113,12 @@ class EngineConfig:
         check_int(self, "num_pages", minimum=2, optional=True)
         check_float(self, "memory_fraction", above=0.0, maximum=1.0)
         check_int(self, "kv_cache_bytes", minimum=1, optional=True)
+        check_int(self, "swap_bytes", minimum=0)
+        check_choice(self, "preemption", PREEMPTIONS)
+        if self.preemption == "swap" and not self.swap_bytes:
+            fail(self, "preemption", "needs host memory: give swap_bytes")
+        if self.preemption == "recompute" and self.swap_bytes:
+            fail(self, "swap_bytes", "is for preemption='auto' or 'swap': 'recompute' has no use for it")
         check_bool(self, "enable_prefix_caching")
         self._check_prefix_cache()
         check_int(self, "max_logprobs", minimum=0, maximum=20)

@@ -86,6 +86,49 @@ def make_kv_cache(
     return jax.tree.map(lambda x: jnp.full(x.shape, x.ndim == 1, x.dtype, device=x.sharding), abstract)
 
 
+def stacked_pages(kv_cache: AbstractKVCache, num_pages: int) -> LayerKV[jax.ShapeDtypeStruct | None]:
+    """What `gather_pages` gives of `num_pages` pages, as shapes, dtypes and shardings."""
+
+    def stacked(pool: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(pool.sharding.mesh, PartitionSpec(None, *pool.sharding.spec))
+        return jax.ShapeDtypeStruct((len(kv_cache), num_pages, *pool.shape[1:]), pool.dtype, sharding=sharding)
+
+    scales = _page_scales(kv_cache)
+    return LayerKV(stacked(kv_cache[0].pages), stacked(scales[0]) if scales else None)
+
+
+def gather_pages(kv_cache: KVCache, page_ids: jax.Array) -> LayerKV[jax.Array]:
+    """Pages [n] of all layers with the scales they have of their own, each as one array [num_layers, n, ...]."""
+
+    def gather(pools: list[jax.Array]) -> jax.Array:
+        spec = jax.typeof(pools[0]).sharding.spec  # pages are not split, so each device gathers what it has of them
+        return jnp.stack([pool.at[page_ids].get(out_sharding=spec, mode="clip") for pool in pools])
+
+    scales = _page_scales(kv_cache)
+    return LayerKV(gather([layer.pages for layer in kv_cache]), gather(scales) if scales else None)
+
+
+def scatter_pages(kv_cache: KVCache, stacked: LayerKV[jax.Array], page_ids: jax.Array) -> tuple[KVCache, jax.Array]:
+    """Write what `gather_pages` gave to pages [n], none twice; one past the pool: nowhere. The second result is ready
+    once that is done."""
+
+    def scatter(pool: jax.Array, rows: jax.Array) -> jax.Array:
+        return pool.at[page_ids].set(rows, mode="drop", unique_indices=True)
+
+    layers = []
+    for i, layer in enumerate(kv_cache):
+        scales = layer.scales
+        if scales is not None and stacked.scales is not None:
+            scales = scatter(scales, stacked.scales[i])
+        layers.append(LayerKV(scatter(layer.pages, stacked.pages[i]), scales))
+    return tuple(layers), page_ids[0]
+
+
+def _page_scales[Leaf: (jax.Array, jax.ShapeDtypeStruct)](kv_cache: tuple[LayerKV[Leaf], ...]) -> list[Leaf]:
+    """Each layer's scales, where pages have their own."""
+    return [layer.scales for layer in kv_cache if layer.scales is not None and layer.scales.ndim > 1]
+
+
 def zero_pages(kv_cache: KVCache, page_ids: jax.Array) -> KVCache:
     """Overwrite pages [n] and their scales with zeros: a request whose numbers were not finite leaves none behind."""
     return jax.tree.map(lambda x: x.at[page_ids].set(0) if x.ndim > 1 else x, kv_cache)

@@ -206,12 +206,12 @@ class Engine:
             device_bytes=device_bytes,
             cache_dir=compilation_cache_folder(config),
         )
-        self.scheduler = self._make_scheduler(static_batching=False)
         self.runner.warm_up(
             None
             if progress is None
             else lambda name, done, total, s: progress("compile", done, total, f"{name} {s:.1f} s")
         )
+        self.scheduler = self._make_scheduler(static_batching=False)
         self._compiles_before_serving = CompileGuard.count()
         self.counters = EngineCounters()
         self.clock = StepClock(now)
@@ -263,6 +263,7 @@ class Engine:
                     dynamic_limit=rope.max_position_embeddings if rope.rope_type == "dynamic" else None,
                 ),
                 policy=self.scheduling,
+                swap=self.runner.swap_config(),
                 static_batching=static_batching,
             )
         )
@@ -837,10 +838,11 @@ class Engine:
         those of finished requests, num_cached_tokens (not computed: a prefix hit), once a request;
         num_output_tokens; num_prefill_tokens as computed, again after a preemption; num_prefill_padding_tokens beside
         them; num_decode_steps, forward passes in which slots decode, and num_decode_slot_steps, slots of the
-        programs summed over these; num_preemptions, sequences put back for lack of pages or for more
-        urgent ones; num_deadline_drops, completions that had no slot by their deadline; num_page_evictions from
-        the prefix cache; num_prefix_waits, times that a request waited for a prefix which another one was computing;
-        page_waste_fraction of the tokens that held pages could hold, over steps;
+        programs summed over these; num_preemptions, sequences put back for lack of pages or for more urgent ones; of
+        those, num_swap_outs that went to host memory, num_swap_ins that came back, swap_out_bytes and swap_in_bytes
+        of all devices' pages (swap_host_bytes, now: what they take); num_deadline_drops, completions that had no slot
+        by their deadline; num_page_evictions from the prefix cache; num_prefix_waits, times that a request waited for
+        a prefix which another one was computing; page_waste_fraction of the tokens that held pages could hold, over steps;
         max_unused_tokens_per_sequence, the worst step's mean; num_decode_, num_prefill_ and num_mixed_dispatches;
         num_compiles_while_serving; host_s and device_wait_s, seconds of scheduling and dispatching and of waiting
         for results; device_idle_fraction_min and _max, bounds on the share of time without a step to run.
@@ -868,6 +870,11 @@ class Engine:
             "num_decode_slot_steps": scheduler.stats.num_decode_slot_steps,
             "num_preemptions": scheduler.stats.num_preemptions,
             "num_deadline_drops": scheduler.stats.num_deadline_drops,
+            "num_swap_outs": scheduler.host_pool.num_swap_outs,
+            "num_swap_ins": scheduler.host_pool.num_swap_ins,
+            "swap_out_bytes": scheduler.host_pool.num_out_bytes,
+            "swap_in_bytes": scheduler.host_pool.num_in_bytes,
+            "swap_host_bytes": scheduler.host_pool.num_used_bytes,
             "num_page_evictions": scheduler.page_allocator.num_evictions,
             "num_prefix_waits": scheduler.stats.num_prefix_waits,
             "page_waste_fraction": round(counters.unused_page_token_steps / max(counters.page_token_steps, 1), 4),

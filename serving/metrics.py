@@ -153,6 +153,10 @@ def series_of(max_model_len: int) -> tuple[Series, ...]:
         ),
         gauge("headrace_pinned_pages", "Cached pages that pinned prefixes hold."),
         counter("headrace_prefix_waits_total", "Times that a request waited for a prefix being computed."),
+        counter("headrace_swap_outs_total", "Preempted sequences that went to host memory."),
+        counter("headrace_swap_ins_total", "Sequences that came back from it."),
+        counter("headrace_swap_bytes_total", "Bytes of their pages, all devices.", "direction"),
+        gauge("headrace_swap_host_bytes", "Host memory that preempted sequences take."),
         histogram("headrace_time_to_first_token_seconds", "TTFT by prompt length.", TTFT_BOUNDS, *length),
         histogram("headrace_time_per_output_token_seconds", "TPOT by prompt length.", TOKEN_BOUNDS, *length),
         histogram("headrace_queue_time_seconds", "Time to the first slot by prompt length.", LATENCY_BOUNDS, *length),
@@ -504,6 +508,7 @@ class EngineMetrics(EngineObserver):
         engine = self.engine
         config, runner, counters, scheduler = engine.config, engine.runner, engine.counters, engine.scheduler
         stats, pages, times = scheduler.stats, scheduler.page_allocator, engine.clock.times()
+        host_pool = scheduler.host_pool
         idle_min, idle_max = times.idle_fractions()
         num_loaded = sum(report.is_loaded for report in runner.reports)
         cache_labels = (
@@ -529,6 +534,9 @@ class EngineMetrics(EngineObserver):
             "headrace_kv_unused_token_steps_total": counters.unused_page_token_steps,
             "headrace_pinned_pages": scheduler.num_pinned_pages,
             "headrace_prefix_waits_total": stats.num_prefix_waits,
+            "headrace_swap_outs_total": host_pool.num_swap_outs,
+            "headrace_swap_ins_total": host_pool.num_swap_ins,
+            "headrace_swap_host_bytes": host_pool.num_used_bytes,
             "headrace_decode_passes_total": stats.num_decode_steps,
             "headrace_slot_moves_total": stats.num_slot_moves,
             "headrace_drains_total": stats.num_drains,
@@ -551,6 +559,10 @@ class EngineMetrics(EngineObserver):
                 ("cached",): pages.num_evictable_pages,
                 ("free",): pages.num_free_pages - pages.num_evictable_pages,
                 ("quarantined",): pages.num_quarantined_pages,
+            },
+            "headrace_swap_bytes_total": {
+                ("out",): float(host_pool.num_out_bytes),
+                ("in",): float(host_pool.num_in_bytes),
             },
             "headrace_slo_seconds": {("ttft",): self.config.ttft_slo_s, ("tpot",): self.config.tpot_slo_s},
             "headrace_programs": {

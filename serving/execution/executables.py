@@ -54,6 +54,8 @@ HOST_FIELDS = (
     "num_pages",
     "memory_fraction",
     "kv_cache_bytes",
+    "swap_bytes",
+    "preemption",
     "enable_prefix_caching",
     "prefix_cache_scope",
     "prefix_cache_floor",

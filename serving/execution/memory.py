@@ -1,7 +1,8 @@
-"""Where a device's memory goes: weights, slot table, workspace, KV pool, slack. Bytes are of one device."""
+"""Where a device's memory goes: weights, slot table, workspace, swap staging, KV pool, slack. Bytes are of one device."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import jax
@@ -13,11 +14,14 @@ from configs.model import ModelConfig
 from sharding.placement import stored_kv_heads
 
 CPU_KV_CACHE_BYTES = 1 << 30  # host memory is shared with everything else: take a fixed share unless told
+GPU_HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # bounds XLA's page-locked memory
+GPU_HOST_LIMIT_GIB = 64  # where it is not set
+GPU_HOST_RESERVE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLedger:
-    """Bytes of one device; weights + slot_table + workspace + kv_pool + slack = device."""
+    """Bytes of one device; weights + slot_table + workspace + swap_staging + kv_pool + slack = device."""
 
     device: int
     weights: int
@@ -29,10 +33,12 @@ class MemoryLedger:
     num_pages: int
     page_size: int
     max_model_len: int
+    swap_staging: int = 0  # pages on their way to the host and back
+    host: int = 0  # of host memory, for pages of preempted sequences of all devices
 
     @property
     def slack(self) -> int:
-        return self.device - self.weights - self.slot_table - self.workspace - self.kv_pool
+        return self.device - self.weights - self.slot_table - self.workspace - self.swap_staging - self.kv_pool
 
     @property
     def kv_token_bytes(self) -> float:
@@ -55,6 +61,7 @@ class MemoryLedger:
             ("weights", self.weights),
             ("slot table", self.slot_table),
             ("workspace", self.workspace),
+            *([("pages on their way to the host and back", self.swap_staging)] if self.host else []),
             (f"KV pool, {self.num_pages} pages of {self.page_size} tokens, {kept}", self.kv_pool),
             ("slack", self.slack),
             ("device memory", self.device),
@@ -63,6 +70,8 @@ class MemoryLedger:
         lines.append(
             f"  fits {self.capacity_tokens:,} tokens: {self.capacity_sequences:,} sequences of {self.max_model_len:,}"
         )
+        if self.host:
+            lines.append(f"  host memory for pages of preempted sequences, all devices: {self.host / 2**20:,.1f} MiB")
         return "\n".join(lines)
 
 
@@ -93,6 +102,26 @@ def estimate_workspace_bytes(model: ModelConfig, config: EngineConfig, padded_vo
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim // shards
     per_token = 4 * (6 * model.hidden_size + 3 * model.intermediate_size // shards + 2 * heads)
     return num_tokens * per_token + 12 * 4 * config.max_num_seqs * padded_vocab_size
+
+
+def pinned_host_bytes(platform: str) -> int:
+    """Page-locked host memory that this process can have: what the machine has free, and on GPUs XLA's own limit less
+    what its other transfers may need."""
+    available = psutil.virtual_memory().available
+    if platform != "gpu":
+        return available
+    limit = os.environ.get(GPU_HOST_LIMIT, "")
+    return min(available, (int(limit) if limit.isdecimal() else GPU_HOST_LIMIT_GIB) * 2**30 - GPU_HOST_RESERVE_BYTES)
+
+
+def check_swap_bytes(config: EngineConfig, *, batch_nbytes: int, platform: str) -> None:
+    """Raise ConfigError where swap_bytes is more than there can be, or less than one batch of pages takes."""
+    available = pinned_host_bytes(platform)
+    if not batch_nbytes <= config.swap_bytes <= available:
+        raise ConfigError(
+            f"EngineConfig.swap_bytes={config.swap_bytes} must be 0, or from {batch_nbytes:,}, which is what one batch of "
+            f"pages takes, to the {available:,} bytes of host memory that can be had (on GPUs bounded by {GPU_HOST_LIMIT})"
+        )
 
 
 def choose_num_pages(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +25,12 @@ from configs.engine import EngineConfig, mixed_decode_sizes
 from configs.model import ModelConfig
 from layers import decoder
 from serving.execution import executables, memory, programs, slot_table
+from serving.execution.page_swap import PageSwap, staging_bytes
 from serving.execution.program_plan import (
     COPY_PAGES_BATCH,
     MOVE_SLOTS_BATCH,
     SET_MASKS_BATCH,
+    SWAP_PAGES_BATCH,
     ZERO_PAGES_BATCH,
     AbstractState,
     compile_programs,
@@ -37,6 +40,7 @@ from serving.execution.program_plan import (
 from serving.execution.programs import InputLayout
 from serving.request import Request
 from serving.scheduling.schedule import NULL_PAGE, Schedule
+from serving.scheduling.swap import SwapConfig, SwapRates
 from sharding.placement import padded_vocab_size
 
 
@@ -155,10 +159,15 @@ class ModelRunner:
         self._weight_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
         self._device_bytes = device_bytes
         workspace = memory.estimate_workspace_bytes(model, config, self._padded_vocab, shards)
+        self._staging_bytes = staging_bytes(page_nbytes) if config.swap_bytes else 0
         self.num_pages = memory.choose_num_pages(
             config,
             page_nbytes=page_nbytes,
-            free_bytes=int(device_bytes * config.memory_fraction) - self._weight_bytes - self._table_bytes - workspace,
+            free_bytes=int(device_bytes * config.memory_fraction)
+            - self._weight_bytes
+            - self._table_bytes
+            - workspace
+            - self._staging_bytes,
             max_model_len=max_model_len,
             is_cpu=self._is_cpu,
         )
@@ -174,6 +183,13 @@ class ModelRunner:
             )
             self._kv_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(self._kv_cache))
             self._table = jax.jit(make_table, out_shardings=self._replicated)()
+        self._page_swap: PageSwap | None = None
+        if config.swap_bytes:
+            self._page_swap = PageSwap(self._kv_cache, mesh, self._program)
+            memory.check_swap_bytes(
+                config, batch_nbytes=self._page_swap.batch_nbytes, platform=mesh.devices.flat[0].platform
+            )
+        self.swap_rates: SwapRates | None = None  # measured at start, where they decide
         self._decode_layout = InputLayout(config.max_num_seqs, 0, config.query_block)
         self._compiled: dict[str, Any] = {}
         self.num_calls: Counter[str] = Counter()  # of each program, by name
@@ -213,6 +229,37 @@ class ModelRunner:
             )
         if not self._is_cpu:  # where a first call sets up nothing
             self.run_empty_steps()
+        if self._page_swap is not None:
+            self.swap_rates = self._measure_swap(self._page_swap)
+
+    def _measure_swap(self, page_swap: PageSwap) -> SwapRates:
+        """Rates of copies and of prefill; that of prompts in the largest program, without the attention of theirs."""
+        with jax.set_mesh(self.mesh):
+            self._kv_cache, out_bytes_per_s, in_bytes_per_s = page_swap.measure(self._kv_cache)
+        num_tokens = self.config.prefill_token_buckets[-1]
+        duration_s = 0.0
+        for _ in range(2):  # what a first call sets up is not timed
+            started_s = time.perf_counter()
+            self._prefill(Schedule(step_id=0, prefill_bucket=num_tokens))
+            jax.block_until_ready(self._table)
+            duration_s = time.perf_counter() - started_s
+        self.num_calls.clear()
+        return SwapRates(
+            out_bytes_per_s=out_bytes_per_s,
+            in_bytes_per_s=in_bytes_per_s,
+            prefill_tokens_per_s=num_tokens / duration_s,
+        )
+
+    def swap_config(self) -> SwapConfig | None:
+        """What the scheduler must know of the host memory for preempted sequences; None: there is none."""
+        if self._page_swap is None:
+            return None
+        return SwapConfig(
+            host_bytes=self.config.swap_bytes,
+            page_bytes=self._page_swap.page_nbytes,
+            batch_pages=SWAP_PAGES_BATCH,
+            rates=self.swap_rates if self.config.preemption == "auto" else None,
+        )
 
     def run_empty_steps(self) -> None:
         """Run each step program once with no sequence in it, so that no request pays for what a first call sets up."""
@@ -244,6 +291,8 @@ class ModelRunner:
             num_pages=self.num_pages,
             page_size=self.config.page_size,
             max_model_len=self.max_model_len,
+            swap_staging=self._staging_bytes,
+            host=self.config.swap_bytes,
         )
 
     def program_text(self, name: str) -> str:
@@ -270,6 +319,9 @@ class ModelRunner:
             return self._dispatch(schedule, masks)
 
     def _dispatch(self, schedule: Schedule, masks: Sequence[tuple[int, np.ndarray]] = ()) -> PendingStep:
+        if self._page_swap is not None:
+            for out in schedule.swap_outs:
+                self._page_swap.swap_out(self._kv_cache, out)
         for first in range(0, len(schedule.zero_pages), ZERO_PAGES_BATCH):
             batch = np.full(ZERO_PAGES_BATCH, NULL_PAGE, np.int32)
             pages = schedule.zero_pages[first : first + ZERO_PAGES_BATCH]
@@ -280,6 +332,9 @@ class ModelRunner:
             for place, copy in enumerate(schedule.page_copies[first : first + COPY_PAGES_BATCH]):
                 copies[:, place] = copy.source, copy.target, copy.num_tokens
             self._kv_cache = self._program("copy pages")(self._kv_cache, copies)
+        if self._page_swap is not None:
+            for swap_in in schedule.swap_ins:
+                self._kv_cache = self._page_swap.swap_in(self._kv_cache, swap_in)
         for first in range(0, len(schedule.moves), MOVE_SLOTS_BATCH):
             moves = np.full((2, MOVE_SLOTS_BATCH), self.config.max_num_seqs, np.int32)
             for place, move in enumerate(schedule.moves[first : first + MOVE_SLOTS_BATCH]):

@@ -22,7 +22,15 @@ from configs.checks import ConfigError
 from configs.engine import EngineConfig, mixed_decode_sizes
 from configs.model import ModelConfig
 from layers import decoder
-from layers.kv_cache import AbstractKVCache, abstract_kv_cache, copy_pages, zero_pages
+from layers.kv_cache import (
+    AbstractKVCache,
+    abstract_kv_cache,
+    copy_pages,
+    gather_pages,
+    scatter_pages,
+    stacked_pages,
+    zero_pages,
+)
 from layers.params import param_specs
 from serving.execution import programs, slot_table
 from serving.execution.programs import InputLayout
@@ -32,6 +40,7 @@ ZERO_PAGES_BATCH = 16  # pages zeroed in one call
 COPY_PAGES_BATCH = 16  # pages copied in one call
 MOVE_SLOTS_BATCH = 16  # slots moved in one call
 SET_MASKS_BATCH = 16  # masks set in one call
+SWAP_PAGES_BATCH = 16  # pages copied to or from the host in one call
 
 
 @dataclass(frozen=True)
@@ -173,6 +182,13 @@ def plan_programs(model: ModelConfig, config: EngineConfig, mesh: Mesh, state: A
     plan["copy pages"] = Program(
         jax.jit(copy_pages, donate_argnames="kv_cache"), (cache, abstract(3, COPY_PAGES_BATCH))
     )
+    if config.swap_bytes:
+        page_ids = abstract(SWAP_PAGES_BATCH)
+        plan["swap out"] = Program(jax.jit(gather_pages), (cache, page_ids))
+        plan["swap in"] = Program(
+            jax.jit(scatter_pages, donate_argnames="kv_cache"),
+            (cache, stacked_pages(cache, SWAP_PAGES_BATCH), page_ids),
+        )
     return plan
 
 

@@ -47,6 +47,9 @@ _FIELDS = (
     "key_low",
     "min_position",
     "top_k",
+    "is_decoding",
+    "token_id",
+    "position",
     *_FLOAT_FIELDS,
 )
 _AT = {name: i for i, name in enumerate(_FIELDS)}
@@ -119,7 +122,10 @@ def pack_reset(reset: SlotReset, max_pages: int) -> np.ndarray:
         "uses_vocab": uses_vocab(params),
         "min_position": request.num_prompt_tokens + params.min_tokens,
         "top_k": max(params.top_k, 0),
+        "is_decoding": reset.is_decoding,
     }
+    if reset.is_decoding:
+        ints |= {"token_id": request.output_token_ids[-1], "position": request.num_tokens - 1}
     for name, value in ints.items():
         row[_AT[name]] = value
     row[[_AT["key_high"], _AT["key_low"]]] = np.array([high, low], np.uint32).view(np.int32)
@@ -136,7 +142,8 @@ def pack_reset(reset: SlotReset, max_pages: int) -> np.ndarray:
 
 
 def reset_slot(table: SlotTable, packed: Array) -> SlotTable:
-    """Write one row from `pack_reset`'s vector; the slot is inactive until its last prefill chunk is sampled."""
+    """Write one row from `pack_reset`'s vector; unless it decodes on at once, the slot is inactive until its last
+    prefill chunk is sampled."""
     slot = packed[_AT["slot"]]
 
     def put(array: Array, value: Array) -> Array:
@@ -159,7 +166,9 @@ def reset_slot(table: SlotTable, packed: Array) -> SlotTable:
     )
     return replace(
         table,
-        active=put(table.active, jnp.array(False)),
+        token_ids=put(table.token_ids, packed[_AT["token_id"]]),
+        positions=put(table.positions, packed[_AT["position"]]),
+        active=put(table.active, packed[_AT["is_decoding"]] != 0),
         page_table=put(table.page_table, packed[len(_FIELDS) + NUM_STOP_IDS :]),
         rope_lens=put(table.rope_lens, packed[_AT["rope_len"]]),
         limits=put(table.limits, packed[_AT["limit"]]),

@@ -10,6 +10,7 @@ from configs.scheduling import SchedulingConfig
 from serving.request import Request
 from serving.scheduling.eviction import DENSE_8B, RecomputeCost
 from serving.scheduling.prefix_salts import PrefixCacheScope
+from serving.scheduling.swap import SwapConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,7 @@ class SchedulerConfig:
     recompute_cost: RecomputeCost = DENSE_8B
     rope: RopeRegime = RopeRegime()
     policy: SchedulingConfig = field(default_factory=SchedulingConfig)
+    swap: SwapConfig | None = None  # None: a preempted sequence is always computed again
     static_batching: bool = False  # admit only into an empty engine: the classic baseline, for comparison
 
     def __post_init__(self) -> None:

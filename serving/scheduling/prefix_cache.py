@@ -86,6 +86,10 @@ class PrefixCache:
     def page(self, page_id: int) -> CachedPage:
         return self._by_page[page_id]
 
+    def find(self, page_id: int) -> CachedPage | None:
+        """The cached page of this id; None: it is not cached."""
+        return self._by_page.get(page_id)
+
     def extend(self, chain: PageChain, token_ids: Sequence[int]) -> None:
         """Append full pages of tokens to the chain: `token_ids` follow those it holds, a multiple of page_size."""
         assert len(token_ids) % self.page_size == 0, len(token_ids)

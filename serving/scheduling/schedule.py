@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serving.request import Request
+from serving.scheduling.swap import SwapIn, SwapOut
 
 NULL_PAGE = 0  # what a page table names where it has none: never allocated, written or read as valid
 
@@ -20,6 +21,7 @@ class SlotReset:
     slot: int
     request: Request
     page_ids: tuple[int, ...]  # pages of the sequence in order, allocated so far
+    is_decoding: bool = False  # K/V of all its tokens but the last is there, so the slot decodes from this step on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +64,15 @@ class PrefillChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One step. Order on the device: zero pages, page copies, moves, resets, deactivate, page appends, then one forward
-    pass over the decode slots and the prefill chunks together, then sampling. A slot that is not in `decode` does not
-    advance."""
+    """One step. Order on the device: swap out, zero pages, page copies, swap in, moves, resets, deactivate, page appends,
+    then one forward pass over the decode slots and the prefill chunks together, then sampling. A slot that is not in
+    `decode` does not advance."""
 
     step_id: int
+    swap_outs: tuple[SwapOut, ...] = ()
     zero_pages: tuple[int, ...] = ()  # hold values that are not finite: masked keys would still spread them (0 * NaN)
     page_copies: tuple[PageCopy, ...] = ()  # in order: a page that was copied may be given anew
+    swap_ins: tuple[SwapIn, ...] = ()
     deactivate: tuple[int, ...] = ()  # slots whose request was aborted or preempted, or was never started
     moves: tuple[SlotMove, ...] = ()
     resets: tuple[SlotReset, ...] = ()

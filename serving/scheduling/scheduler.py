@@ -1,10 +1,10 @@
 """Decides each step: which requests run, how many tokens of each, in which pages.
 
 One rule: a request gets tokens until `num_computed_tokens` catches up with what it has. Chunked prefill, prefix hits
-and recompute after preemption follow from it. Who is placed next, `waiting_queue` decides; who is placed goes by class
-and arrival. Who gives way goes by `_keep_rank`: the worst class, borrowers, the fewest output tokens, each request a
-bounded number of times. Once all have given way so often, the one of the best class with the most output stays, so that
-something always ends.
+and recompute after preemption follow from it; a sequence that was swapped to the host has its number back. Who is
+placed next, `waiting_queue` decides; who is placed goes by class and arrival. Who gives way goes by `_keep_rank`: the
+worst class, borrowers, the fewest output tokens, each request a bounded number of times. Once all have given way so
+often, the one of the best class with the most output stays, so that something always ends.
 
 The engine runs ahead: it calls `schedule()` for the next step before it calls `update()` for the last one. So
 `num_computed_tokens` counts dispatched work; a decoding request's next position is known although its token is not.
@@ -35,6 +35,7 @@ from serving.scheduling.pinned_prefixes import PinnedPrefixes
 from serving.scheduling.prefix_cache import CachedPage, PageChain, PrefixCache, sha256_digest
 from serving.scheduling.prefix_salts import PrefixSalts
 from serving.scheduling.schedule import PageAppend, PageCopy, PrefillChunk, Schedule, SlotMove, SlotReset
+from serving.scheduling.swap import HostCopy, HostPool
 from serving.scheduling.tenants import KvBudgets
 from serving.scheduling.waiting_queue import Entry, Order, WaitingQueue
 
@@ -114,6 +115,7 @@ class _Sequence:
     is_decoding: bool = False  # all known tokens were dispatched; from here the slot goes on by itself
     num_confirmed_tokens: int = 0
     last_step_id: int = 0  # the last step it was dispatched in
+    host_copy: HostCopy | None = None  # of its K/V, while it waits after a preemption
 
     @property
     def num_in_flight_tokens(self) -> int:
@@ -177,6 +179,7 @@ class Scheduler:
             self.pinned_prefixes = PinnedPrefixes(self.prefix_cache, self.page_allocator, config.max_pinned_pages)
         self._salts = PrefixSalts(config.prefix_cache_scope)
         self._pending_prefixes = PendingPrefixes()
+        self.host_pool = HostPool(config.swap, self.prefix_cache)
         self._sequences: dict[str, dict[int, _Sequence]] = {}  # request id -> child index -> unfinished sequence
         self._waiting: WaitingQueue[_Sequence] = WaitingQueue(config.policy)
         self._running: list[_Sequence] = []  # by class, then in order of arrival
@@ -343,7 +346,7 @@ class Scheduler:
         moves = self._move_down() if decoding else []
         appends = [self._append_page(s) for s in lacking]
         chunks: list[PrefillChunk] = []
-        budget = self._prefill(resets, chunks)
+        budget = self._prefill(resets, chunks, decoding)
         if not decoding and not chunks:
             self._give_way()
             return None
@@ -592,8 +595,9 @@ class Scheduler:
 
     # schedule(): prefill
 
-    def _prefill(self, resets: list[SlotReset], chunks: list[PrefillChunk]) -> int:
-        """Dispatch chunks of running sequences, and admit. Returns what is left of the budget, tokens.
+    def _prefill(self, resets: list[SlotReset], chunks: list[PrefillChunk], decoding: list[_Sequence]) -> int:
+        """Dispatch chunks of running sequences, and admit; those whose pages come back from the host decode at once.
+        Returns what is left of the budget, tokens.
 
         A long prompt leaves all but `long_prefill_tokens` of the budget to shorter ones, and takes what they leave.
         """
@@ -614,7 +618,9 @@ class Scheduler:
             if entry is None or reset is None:
                 break
             resets.append(reset)
-            if entry.is_long:
+            if entry.item.is_decoding:
+                decoding.append(entry.item)
+            elif entry.is_long:
                 long_ones.append(entry.item)
                 num_reserved = self._num_reserved(long_ones)
             elif budget > num_reserved:
@@ -706,7 +712,7 @@ class Scheduler:
         longest sequence's pages. Nor are cached pages taken that are kept for other tenants. With nobody running every
         page is there, so whatever `add` accepted gets in.
         """
-        request = sequence.request
+        request, copy = sequence.request, sequence.host_copy
         placement = self._placement(sequence)
         match, source, hit_page_ids = placement.match, placement.source, placement.shared_page_ids
         max_growth = 1 << request.num_preemptions
@@ -738,20 +744,39 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_hit_tokens
         sequence.num_confirmed_tokens = num_hit_tokens if source is None else source.num_confirmed_tokens
-        if source is not None:
+        if copy is not None:
+            self._swap_in(sequence, copy)
+        elif source is not None:
             self._take_over(sequence, source)
         elif self._may_read_cache(request) and request.fork_of is None:
             self.stats.num_prefix_query_tokens += request.num_tokens
             self.stats.num_prefix_hit_tokens += num_hit_tokens
-        return SlotReset(slot=sequence.slot, request=request, page_ids=tuple(sequence.page_ids))
+        return SlotReset(
+            slot=sequence.slot,
+            request=request,
+            page_ids=tuple(sequence.page_ids),
+            is_decoding=sequence.is_decoding,
+        )
+
+    def _swap_in(self, sequence: _Sequence, copy: HostCopy) -> None:
+        """Bring back what a sequence had computed, to the pages that follow those it shares."""
+        first = sequence.num_hit_pages
+        self.host_pool.swap_in(copy, first, sequence.page_ids[first : copy.num_pages])
+        sequence.host_copy = None
+        sequence.request.num_computed_tokens = sequence.num_confirmed_tokens = copy.num_tokens
+        sequence.is_decoding = copy.is_decoding
+        sequence.last_step_id = self._next_step_id  # which writes these pages
 
     def _placement(self, sequence: _Sequence) -> _Placement:
-        request = sequence.request
-        request.rope_len = self.config.rope.rope_len(request)
-        sequence.regime_tokens = self.config.rope.max_tokens(request)
-        match = self._match_prefix(sequence)
+        request, source = sequence.request, None
+        if sequence.host_copy is None:
+            request.rope_len = self.config.rope.rope_len(request)
+            sequence.regime_tokens = self.config.rope.max_tokens(request)
+            match = self._match_prefix(sequence)
+            source = self._fork_source(sequence)
+        else:
+            match = sequence.host_copy.live_pages()
         page_ids = [page.page_id for page in match]
-        source = self._fork_source(sequence)
         if source is not None and source.num_tokens > len(match) * self.config.page_size:
             page_ids += source.page_ids[len(match) : source.num_tokens // self.config.page_size]
         else:
@@ -829,6 +854,7 @@ class Scheduler:
         if (
             not self._pending_prefixes
             or wait_tokens is None
+            or sequence.host_copy is not None
             or self.config.static_batching
             or not self._may_read_cache(request)
         ):
@@ -864,7 +890,7 @@ class Scheduler:
 
     def _awaits_sibling(self, sequence: _Sequence) -> bool:
         """Whether another completion of its request is about to compute the prompt for all."""
-        if sequence.request.fork_of is not None:
+        if sequence.request.fork_of is not None or sequence.host_copy is not None:
             return False
         is_computed_now = False
         for sibling in self._siblings(sequence):
@@ -942,14 +968,17 @@ class Scheduler:
             request.num_computed_tokens = num_future_tokens - 1
             decode.append((slot, request))
         self.stats.num_steps += 1
+        swap_outs, swap_ins = self.host_pool.take_step()
         bucket, num_decode_slots = self._program_size(decode, chunks, num_padded_tokens)
         if decode:
             self.stats.num_decode_steps += num_decode_steps
         self.stats.num_decode_slot_steps += num_decode_slots * num_decode_steps
         schedule = Schedule(
             step_id=step_id,
+            swap_outs=swap_outs,
             zero_pages=tuple(self._zero_pages),
             page_copies=tuple(self._page_copies),
+            swap_ins=swap_ins,
             deactivate=tuple(sorted(self._deactivate - {r.slot for r in resets} - {m.target for m in moves})),
             moves=tuple(moves),
             resets=tuple(resets),
@@ -1064,6 +1093,8 @@ class Scheduler:
         """End a request, waiting or running. is_stopped: the device stopped its slot by itself."""
         if sequence.slot is None:
             self._waiting.remove(sequence.entry)
+            if sequence.host_copy is not None:
+                self.host_pool.drop(sequence.host_copy)
         else:
             if sequence.request.keeps_pages and reason is FinishReason.LENGTH:
                 self._keep_pages(sequence)
@@ -1107,7 +1138,17 @@ class Scheduler:
         were not placed yet."""
         self.stats.num_preemptions += 1
         sequence.request.num_preemptions += 1
+        sequence.host_copy = self._try_swap_out(sequence)
         self._suspend(sequence)
+
+    def _try_swap_out(self, sequence: _Sequence) -> HostCopy | None:
+        """Have the K/V of a sequence copied to the host; None: it is to be computed again. What is not confirmed, or
+        is about to be restarted for its rope regime, is not copied."""
+        num_tokens = sequence.num_confirmed_tokens
+        if num_tokens < sequence.request.num_computed_tokens or sequence.num_future_tokens > sequence.regime_tokens:
+            return None
+        page_ids = sequence.page_ids[: self.config.num_pages_for(num_tokens)]
+        return self.host_pool.try_swap_out(page_ids, num_tokens, is_decoding=sequence.is_decoding)
 
     def _suspend(self, sequence: _Sequence) -> None:
         assert sequence.num_in_flight_tokens == 0, sequence.request.request_id
@@ -1215,10 +1256,17 @@ class Scheduler:
             assert sequence.slot is None and not sequence.page_ids and sequence.num_in_flight_tokens == 0
             assert request.num_computed_tokens == 0
             assert sequence.awaited_page is None or sequence.entry in self._waiting.parked
+            copy = sequence.host_copy
+            if copy is not None:
+                assert copy.num_pages == config.num_pages_for(copy.num_tokens) and copy.num_tokens < request.num_tokens
+                assert copy.num_tokens == request.num_tokens - 1 or not copy.is_decoding
+                assert request.num_tokens <= sequence.regime_tokens == config.rope.max_tokens(request)
+        self.host_pool.check_integrity(s.host_copy for s in waiting if s.host_copy is not None)
         for sequence in self._running:
             request = sequence.request
             num_computed = request.num_computed_tokens
             assert request.status is RequestStatus.RUNNING and sequence.slot is not None
+            assert sequence.host_copy is None
             assert 0 <= sequence.num_confirmed_tokens <= num_computed <= len(sequence.page_ids) * config.page_size
             assert num_computed <= sequence.regime_tokens == config.rope.max_tokens(request)
             assert request.num_tokens <= sequence.num_future_tokens <= request.max_total_tokens

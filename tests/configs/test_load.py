@@ -191,6 +191,10 @@ def test_a_file_that_is_not_text_is_refused(tmp_path):
         ({"EngineConfig": {"pages": 1}}, "EngineConfig has no field 'pages'"),
         ({"FleetConfig": {}}, "FleetConfig is not a config"),
         ({"EngineConfig": {"num_pages": 8, "kv_cache_bytes": 9}}, r"num_pages=8 contradicts kv_cache_bytes=9"),
+        ({"EngineConfig": {"preemption": "swap"}}, r"preemption='swap' needs host memory: give swap_bytes"),
+        ({"EngineConfig": {"preemption": "recompute", "swap_bytes": 9}}, r"swap_bytes=9 is for preemption='auto' or"),
+        ({"EngineConfig": {"preemption": "drop"}}, r"preemption must be one of auto, recompute, swap; got 'drop'"),
+        ({"EngineConfig": {"swap_bytes": -1}}, r"swap_bytes must be >= 0, got -1"),
     ],
 )
 def test_a_bad_override_is_refused_with_and_without_gin(overrides, message):

@@ -1,4 +1,4 @@
-"""The page pool with scales: what is made, how it is split, what zeroing a page leaves."""
+"""The page pool with scales: what is made, how it is split, what zeroing and copying pages leave."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from configs.engine import MeshConfig
 from configs.model import ModelConfig, RopeConfig
-from layers.kv_cache import copy_pages, make_kv_cache, zero_pages
+from layers.kv_cache import copy_pages, gather_pages, make_kv_cache, scatter_pages, zero_pages
 from sharding.mesh import make_mesh
 
 CONFIG = ModelConfig(
@@ -108,3 +108,23 @@ def test_scales_are_split_as_the_kv_heads_are():
         assert kv.scales is not None
         assert kv.pages.addressable_shards[0].data.shape == (6, 2, 4, 1, 8)
         assert kv.scales.addressable_shards[0].data.shape == (6, 2, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    [(jnp.bfloat16, None), (jnp.int8, "per_token_head"), (jnp.float8_e4m3fn, "per_tensor")],
+)
+def test_gathered_pages_go_to_other_pages_with_their_scales_and_leave_the_rest(dtype, scales):
+    rng = np.random.default_rng()
+    mesh = make_mesh(MeshConfig())
+    with jax.set_mesh(mesh):
+        pool = make_kv_cache(CONFIG, num_pages=6, page_size=4, dtype=dtype, scales=scales, tensor_shards=1, mesh=mesh)
+        pool = jax.tree.map(lambda x: jnp.asarray(rng.integers(-100, 100, x.shape), x.dtype, device=x.sharding), pool)
+        before = jax.tree.map(np.asarray, pool)
+        stacked = jax.jit(gather_pages)(pool, np.array([4, 0, 2], np.int32))
+        after, _ = jax.jit(scatter_pages)(pool, stacked, np.array([1, 6, 5], np.int32))  # 6: past the pool
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        wanted = old.copy()
+        if old.ndim > 1:
+            wanted[[1, 5]] = old[[4, 2]]
+        assert np.array_equal(np.asarray(new).view(np.uint8), wanted.view(np.uint8))

@@ -14,19 +14,22 @@ from serving import LLM, SamplingParams
 TINY = Path(__file__).parents[1] / "data" / "tiny"  # 8 query heads on 2 KV heads: from 4 devices on, KV heads replicate
 
 
-def make_llm(tensor_parallel_size: int, kv_dtype: str = "auto") -> LLM:
+def make_llm(tensor_parallel_size: int, kv_dtype: str = "auto", **overrides) -> LLM:
+    settings = {
+        "dtype": "float32",
+        "max_model_len": 96,
+        "max_num_seqs": 4,
+        "prefill_token_buckets": (64,),
+        "query_block": 16,
+        "max_decode_steps": 1,
+        "kv_cache_bytes": 2**22,
+        "show_progress": False,
+    }
     return LLM(
         f"dummy:{TINY}",
-        dtype="float32",
         tensor_parallel_size=tensor_parallel_size,
-        max_model_len=96,
-        max_num_seqs=4,
-        prefill_token_buckets=(64,),
-        query_block=16,
-        max_decode_steps=1,
-        kv_cache_bytes=2**22,
         kv_dtype=kv_dtype,
-        show_progress=False,
+        **(settings | overrides),
     )
 
 
@@ -66,6 +69,24 @@ def test_quantised_pages_and_their_scales_split_as_the_heads_do(kv_dtype):
         assert runner.ledger.kv_token_bytes == 2 * 2 * heads_a_shard * (16 + 4)
         assert llm.engine.num_compiles_while_serving == 0
     assert tokens[0] == tokens[1] == tokens[2]
+
+
+@pytest.mark.slow
+def test_swapped_pages_come_back_to_the_devices_that_had_them():
+    """A pool for one sequence of the whole context, three of them: bits of solo runs, on two devices with int8 KV."""
+    rng = np.random.default_rng()
+    prompts = [rng.integers(0, 301, int(n)).tolist() for n in (3, 16, 9)]
+    params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, logprobs=5)
+    llm = make_llm(2, "int8", kv_cache_bytes=None, num_pages=7, swap_bytes=2**20, preemption="swap")
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    stats = llm.stats()
+    assert stats["num_swap_outs"] == stats["num_swap_ins"] == stats["num_preemptions"] > 0
+    assert stats["swap_host_bytes"] == 0 and stats["num_free_pages"] == 6
+    for prompt, output in zip(prompts, outputs, strict=True):
+        llm.engine.restart_scheduler(static_batching=False)
+        (alone,) = llm.generate([prompt], params, use_tqdm=False)
+        assert alone.outputs[0].logprobs == output.outputs[0].logprobs
+    assert llm.engine.num_compiles_while_serving == 0
 
 
 def test_impossible_splits_are_refused_at_start_with_the_reason():

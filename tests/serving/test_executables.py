@@ -41,6 +41,7 @@ FLAGS = {
     "max_decode_steps": 2,
     "num_pages": 40,
     "kv_dtype": "int8",
+    "swap_bytes": 2**24,
     "compilation_cache_dir": "",
 }
 PROMPTS = [[3, 1, 4, 1, 5], list(range(20, 60)), [9]]

@@ -90,6 +90,9 @@ class FakeRunner:
         config = self.config
         written = self.written_pages[schedule.step_id] = set()
         pages = self.pool.reshape(-1, config.page_size)
+        for out in schedule.swap_outs:
+            assert not out.copy.batches and not self.is_nan[list(out.page_ids)].any()
+            out.copy.batches[:] = pages[list(out.page_ids)]
         self.is_nan[list(schedule.zero_pages)] = False
         pages[list(schedule.zero_pages)] = 0
         targets = [copy.target for copy in schedule.page_copies]
@@ -100,6 +103,12 @@ class FakeRunner:
                 places[copy.target] = 0
                 places[copy.target, : copy.num_tokens] = places[copy.source, : copy.num_tokens]
             written.add(copy.target)
+        for swap_in in schedule.swap_ins:
+            copy, stop = swap_in.copy, swap_in.first + len(swap_in.page_ids)
+            assert len(copy.batches) == copy.num_pages == stop
+            pages[list(swap_in.page_ids)] = copy.batches[swap_in.first : stop]
+            copy.batches.clear()
+            written.update(swap_in.page_ids)
         for slot in schedule.deactivate:
             if self.rows[slot] is not None:
                 self.rows[slot].is_active = False
@@ -114,7 +123,11 @@ class FakeRunner:
             for token_id in tokens:
                 states.append(state := mix(state, token_id))
             table = list(reset.page_ids)
-            self.rows[reset.slot] = Row(request, table, tokens, states, initial_state, request.num_output_tokens)
+            if reset.is_decoding:
+                states.pop()  # of the last token, which this step computes
+            self.rows[reset.slot] = Row(
+                request, table, tokens, states, initial_state, request.num_output_tokens, is_active=reset.is_decoding
+            )
         assert len({append.slot for append in schedule.page_appends}) == len(schedule.page_appends)
         for append in schedule.page_appends:
             table = self.rows[append.slot].page_table
@@ -307,6 +320,7 @@ class Engine:
         assert not scheduler.has_work() and scheduler.num_running == scheduler.num_waiting == 0
         assert scheduler.page_allocator.num_free_pages == self.config.num_pages - 1
         assert scheduler.page_allocator.num_quarantined_pages == scheduler.page_allocator.num_held_pages == 0
+        assert scheduler.host_pool.num_used_bytes == 0
         assert all(request.is_finished for request in self.requests.values())
 
     def check_outputs(self) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from serving.request import FinishReason, RequestError, StructuredOutput
 from serving.scheduling.config import RopeRegime
+from serving.scheduling.swap import SwapConfig
 
 NUM_REQUESTS = 60
 
@@ -30,8 +31,14 @@ def random_engine(tools, rng, **changes):
         "prefill_token_buckets": (query_block * rng.randint(1, 8),),
         "max_decode_steps": min(rng.choice([1, 8]), page_size),
         "enable_prefix_caching": rng.random() < 0.8,
+        "swap": None if rng.random() < 0.5 else random_swap(rng),
     }
     return tools.Engine(tools.make_config(**(values | changes)), depth=rng.choice([0, 1, 1, 1, 2]))
+
+
+def random_swap(rng):
+    """Room for no, some or all preempted sequences."""
+    return SwapConfig(host_bytes=rng.choice([1, 20, 1000]), page_bytes=1, batch_pages=rng.randint(1, 4))
 
 
 def random_request(tools, rng, config, prefixes, index):
