@@ -74,7 +74,7 @@ class Simulator:
     def run(self, trace: Sequence[TraceRequest], until_s: float | None = None) -> RunResult:
         """Replay `trace`, sorted by arrival, to its end or to `until_s` of the virtual clock, which leaves the rest
         unfinished."""
-        started_s = time.perf_counter()
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
         scheduler = self.scheduler
         results = [_result(index, request) for index, request in enumerate(trace)]
         num_arrived = 0
@@ -117,6 +117,7 @@ class Simulator:
             duration_s=self.now_s - trace[0].arrival_s if trace else 0.0,
             busy_s=self._busy_s,
             wall_s=time.perf_counter() - started_s,
+            cpu_s=time.process_time() - started_cpu_s,
         )
 
     def _arrive(self, wanted: TraceRequest, result: RequestResult) -> None:

@@ -168,6 +168,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.cache.check_integrity()
         held = {page_id for holder in self.holders for page_id in holder.page_ids}
         assert self.allocator.num_held_pages == len(held)
+        assert len(self.cache) == len(self.content) and all(page_id in self.cache for page_id in self.content)
         quarantined = {p for p, step in self.written_until.items() if step > self.num_completed} - held
         assert self.allocator.num_quarantined_pages == len(quarantined)
 
