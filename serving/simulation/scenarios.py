@@ -143,7 +143,7 @@ def _batch_and_interactive(seed: int) -> list[TraceRequest]:
         priority=BATCH_PRIORITY,
     )
     interactive = Load(
-        requests_per_s=3.0, prompt_tokens=1024, output_tokens=256, length_cv=0.5, class_name=INTERACTIVE, start_s=30.0
+        requests_per_s=4.0, prompt_tokens=1024, output_tokens=256, length_cv=0.5, class_name=INTERACTIVE, start_s=30.0
     )
     return mix([batch, interactive], duration_s=120.0, seed=seed)
 
