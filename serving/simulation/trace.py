@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -100,7 +101,7 @@ def read_trace(path: Path, *, requests_per_s: float | None = None, seed: int = 0
     return sorted(requests, key=lambda request: request.arrival_s)
 
 
-def _json_object(path: Path, line: int, text: str) -> dict:
+def _json_object(path: Path, line: int, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -110,7 +111,7 @@ def _json_object(path: Path, line: int, text: str) -> dict:
     return value
 
 
-def _number(path: Path, line: int, row: dict, field: str, minimum: float = 0.0) -> float:
+def _number(path: Path, line: int, row: dict[str, Any], field: str, minimum: float = 0.0) -> float:
     try:
         value = float(row[field])
     except (KeyError, TypeError, ValueError):

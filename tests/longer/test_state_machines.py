@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import scheduling_machines as machines
@@ -14,6 +15,7 @@ def load_tools():
     """The engine and device of the scheduler's tests."""
     spec = importlib.util.spec_from_file_location("scheduling_conftest", CONFTEST)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module.Tools()
 
