@@ -20,7 +20,8 @@ from serving import bench
 from serving.cli.batch import run_batch
 from serving.cli.compile import run_compile
 from serving.cli.generate import run_generate
-from serving.cli.parser import UsageError, build_parser, configs_from, rewrite_gin_sugar
+from serving.cli.parser import UsageError, build_parser, configs_from, reparse_engine_flags, rewrite_gin_sugar
+from serving.cli.replay import run_replay
 from serving.cli.serve import run_serve
 from serving.display import ProgressReporter
 from serving.request import RequestError
@@ -59,6 +60,8 @@ def _run(args: argparse.Namespace, llm_factory: Any) -> int:
     if args.command == "convert":
         return _convert(args)
     configs = configs_from(args)
+    if args.command == "bench" and args.figure == "replay" and not args.print_config:
+        return run_replay(bench.check_arguments(args), reparse_engine_flags)
     if args.print_config:
         print(config_text(configs))
         return 0

@@ -1,4 +1,4 @@
-"""`headrace bench decode|prefill|mixed|batching`: figures as JSON lines. Importing it imports no JAX.
+"""`headrace bench decode|prefill|mixed|batching|replay`: figures as JSON lines. Importing it imports no JAX.
 
 Prompts are token ids drawn with a fixed seed, so that another engine can run exactly the same work. How each figure
 is made stands in docs/performance.md.
@@ -13,10 +13,13 @@ from typing import Any
 
 from configs.checks import ConfigError
 from serving.bench import cases
+from serving.cli.flags import add_dataclass_flags, given_fields
+from serving.scheduling.step_time import LinearStepTime
+from serving.simulation.scenarios import SCENARIOS
 
-FIGURES = ("decode", "prefill", "mixed", "batching")
+FIGURES = ("decode", "prefill", "mixed", "batching", "replay")
 # Which figures read a flag, and its default there (None: no default, the cases or the flag's own rule decide).
-FLAG_DEFAULTS: dict[str, dict[str, int | None]] = {
+FLAG_DEFAULTS: dict[str, dict[str, int | bool | None]] = {
     "batch": {"decode": None, "prefill": None},
     "context": {"decode": None, "prefill": None},
     "steps": {"decode": cases.DECODE_STEPS},
@@ -24,6 +27,19 @@ FLAG_DEFAULTS: dict[str, dict[str, int | None]] = {
     "num_requests": {"mixed": cases.MIXED_REQUESTS, "batching": cases.MIXED_REQUESTS},
     "lengths": {"batching": None},
     "profile_dir": {"decode": None, "prefill": None},
+    "simulate": {"replay": None},
+    "scenario": {"replay": None},
+    "load": {"replay": None},
+    "compare": {"replay": None},
+    "requests_per_s": {"replay": None},
+    "start_s": {"replay": None},
+    "duration_s": {"replay": None},
+    "slo_ttft_ms": {"replay": None},
+    "slo_tpot_ms": {"replay": None},
+    "host_ms": {"replay": None},
+    "replay_seed": {"replay": 0},
+    "json": {"replay": False},
+    "plot": {"replay": None},
 }
 
 
@@ -44,11 +60,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("num_requests", "requests in all", type=int)
     add("lengths", "input_tokens,output_tokens of each request", metavar="F.csv")
     add("profile_dir", "trace a few steps of each case after its timing, into this folder", type=Path, metavar="DIR")
+    add("simulate", "replay these traces without a device: .csv or .jsonl", nargs="*", metavar="TRACE")
+    add("scenario", "a named load in place of traces", choices=sorted(SCENARIOS))
+    add("load", "times the rate of the traces; repeatable", type=float, action="append")
+    add("compare", "engine flags to run beside, as one argument; repeatable", action="append", metavar="FLAGS")
+    add("requests_per_s", "of a trace without arrival times, which come at random", type=float)
+    add("start_s", "leave out what arrives earlier", type=float)
+    add("duration_s", "leave out what arrives so long after --start_s", type=float)
+    add("slo_ttft_ms", "target of the time to first token, for goodput", type=float)
+    add("slo_tpot_ms", "target of the time of each further token, for goodput", type=float)
+    add("host_ms", "of the host for each step", type=float)
+    add("replay_seed", "of what is drawn", type=int)
+    add("json", "JSON lines in place of a table", action="store_const", const=True)
+    add("plot", "a page with goodput and latencies against load", type=Path, metavar="OUT.html")
+    add_dataclass_flags(parser, LinearStepTime, description="of the device that replay simulates, in seconds")
 
 
 def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
     """`args` with the figure's own defaults filled in. Raises ConfigError on a flag that the figure does not read."""
     resolved = argparse.Namespace(**vars(args))
+    for field, value in given_fields(args, LinearStepTime).items():
+        if args.figure != "replay":
+            raise ConfigError(f"--{field}={value} is for replay: {args.figure} does not read it")
     for flag, defaults in FLAG_DEFAULTS.items():
         value = getattr(args, flag)
         if args.figure not in defaults:

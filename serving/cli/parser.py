@@ -97,7 +97,9 @@ def build_parser() -> argparse.ArgumentParser:
     batch.add_argument("--served_model_name", metavar="TEXT", help="what lines call the model; without it, its source")
     add_engine_flags(batch)
 
-    bench_command = command("bench", "measure decode, prefill, mixed work or batching; one JSON object a figure")
+    bench_command = command(
+        "bench", "measure decode, prefill, mixed work or batching, or replay traces; one JSON object a figure"
+    )
     bench.add_arguments(bench_command)
     add_engine_flags(bench_command)
 
@@ -141,6 +143,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--print_config", action="store_true", help="print every config value and stop")
     for cls in (RunConfig, EngineConfig, MeshConfig, SchedulingConfig):
         add_dataclass_flags(parser, cls, names=FLAG_NAMES.get(cls))
+
+
+def reparse_engine_flags(argv: Sequence[str], args: argparse.Namespace) -> argparse.Namespace:
+    """Engine flags read into `args`, where they win. Raises UsageError."""
+    parser = _Parser(prog="headrace", add_help=False, allow_abbrev=False, conflict_handler="resolve")
+    add_engine_flags(parser)
+    return parser.parse_args(rewrite_gin_sugar(argv), args)
 
 
 def configs_from(args: argparse.Namespace) -> Configs:
