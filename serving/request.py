@@ -348,6 +348,7 @@ class RequestContext:
     """Who asks and within what, for metrics, logs and traces; it alters no token. Raises RequestError."""
 
     tenant: str = DEFAULT_TENANT  # whom tokens and cost are counted for
+    priority: int = 0  # lower first
     operation: Literal["chat", "text_completion"] = "text_completion"
     trace: TraceContext | None = None  # the caller's span
 

@@ -52,6 +52,18 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """What a step may take at most, below the config's own sizes. With nothing to decode and nothing in flight,
+    `max_prefill_tokens` does not bind: a prompt alone slows nobody down."""
+
+    max_prefill_tokens: int  # padding included
+    max_num_seqs: int  # sequences that run; those that do already stay
+    # Of those, requests of `background_priority` or more; None: as many as max_num_seqs.
+    max_background_seqs: int | None = None
+    background_priority: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """One step. Order on the device: zero pages, moves, resets, deactivate, page appends, then one forward pass over the
     decode slots and the prefill chunks together, then sampling. A slot that is not in `decode` does not advance."""

@@ -28,7 +28,7 @@ from serving.request import FinishReason, Request, RequestError, RequestStatus
 from serving.scheduling.config import SchedulerConfig
 from serving.scheduling.page_allocator import PageAllocator
 from serving.scheduling.prefix_cache import CachedPage, PageChain, PrefixCache
-from serving.scheduling.schedule import PageAppend, PrefillChunk, Schedule, SlotMove, SlotReset
+from serving.scheduling.schedule import PageAppend, PrefillChunk, Schedule, SlotMove, SlotReset, StepLimits
 
 MAX_IDLE_SHARE = 1 / 16  # of the slot steps of a dispatch, while a request waits
 
@@ -163,6 +163,16 @@ class Scheduler:
         return sum(s.request.num_tokens for s in list(self._waiting))  # a copy: other threads may ask
 
     @property
+    def waiting_requests(self) -> list[Request]:
+        """In the order in which they will be admitted."""
+        return [s.request for s in self._waiting]
+
+    @property
+    def running_requests(self) -> list[tuple[Request, int]]:
+        """Each with the tokens, prompt and output, that it has once the steps in flight are read."""
+        return [(s.request, s.num_future_tokens) for s in self._running]
+
+    @property
     def num_unused_page_tokens(self) -> int:
         """Tokens that the pages of running requests could hold beyond those they have: the waste of paging."""
         page_size = self.config.page_size
@@ -239,8 +249,11 @@ class Scheduler:
 
     # One step
 
-    def schedule(self) -> Schedule | None:
-        """Decide the next step. None: nothing can run now; `needs_drain` tells whether an update would change that."""
+    def schedule(self, now_s: float = 0.0, limits: StepLimits | None = None) -> Schedule | None:
+        """Decide the next step, at `now_s` of the caller's clock and within `limits` (None: the config's sizes).
+
+        None: nothing can run now; `needs_drain` tells whether an update would change that.
+        """
         self.needs_drain = False
         self._restart_outgrown_sequences()
         decoding = self._make_room_to_decode()
@@ -252,7 +265,7 @@ class Scheduler:
         appends = [self._append_page(s) for s in self._lacking_pages(decoding, 1)]
         resets: list[SlotReset] = []
         chunks: list[PrefillChunk] = []
-        budget = self.config.max_prefill_tokens
+        max_tokens = budget = self._prefill_budget(limits, is_alone=not decoding and not self._in_flight)
         for sequence in self._running:
             if budget and not sequence.is_decoding:
                 budget -= self._add_chunk(sequence, budget, chunks)
@@ -260,6 +273,8 @@ class Scheduler:
         may_admit = not (is_static and self._running)
         while may_admit and self._waiting and self._free_slots and (budget or is_static):
             sequence = self._waiting[0]
+            if limits is not None and not self._is_within(limits, sequence):
+                break
             reset = self._try_admit(sequence)
             if reset is None:
                 break
@@ -271,11 +286,31 @@ class Scheduler:
             return None
 
         num_decode_steps = 1
-        if not chunks and self._can_decode_many(decoding):
+        is_held_back = not max_tokens and len(self._free_slots) > 0 and bool(self._waiting)
+        if not chunks and not is_held_back and self._can_decode_many(decoding):
             num_decode_steps = self.config.max_decode_steps
             appends += [self._append_page(s) for s in self._lacking_pages(decoding, num_decode_steps)]
-        num_padded_tokens = self.config.max_prefill_tokens - budget
+        num_padded_tokens = max_tokens - budget
         return self._dispatch(decoding, num_decode_steps, chunks, num_padded_tokens, moves, resets, appends)
+
+    def _prefill_budget(self, limits: StepLimits | None, *, is_alone: bool) -> int:
+        """Tokens, padded, that the step may prefill: whole query blocks."""
+        config = self.config
+        if limits is None or is_alone:
+            return config.max_prefill_tokens
+        return min(limits.max_prefill_tokens, config.max_prefill_tokens) // config.query_block * config.query_block
+
+    def _is_within(self, limits: StepLimits, sequence: _Sequence) -> bool:
+        """Whether one more sequence may run. The first one always may."""
+        if not self._running:
+            return True
+        if len(self._running) >= limits.max_num_seqs:
+            return False
+        background = limits.background_priority
+        if limits.max_background_seqs is None or sequence.request.context.priority < background:
+            return True
+        num_background = sum(s.request.context.priority >= background for s in self._running)
+        return num_background < limits.max_background_seqs
 
     def update(self, schedule: Schedule, tokens: np.ndarray) -> list[StepEvent]:
         """Take in what a step sampled. `tokens`: int32 [num_decode_steps, R], of the first R slots.
