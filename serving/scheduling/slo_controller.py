@@ -1,0 +1,296 @@
+"""Decides each step how many prompt tokens it may take beside the decoding rows, and how many sequences may run.
+
+The mean time of a request's output tokens (TPOT) is what was promised, so a request that is ahead of its target lends
+what it has gained: a step may take as long as every running request can still make good. Of the running batch, the
+controller takes the largest that can be sustained: B sequences end B / O a step (O the mean output), each end brings
+a prompt of P tokens to compute, and the steps with that share of prefill must meet the target on average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from serving.request import Request
+from serving.scheduling.config import SchedulerConfig
+from serving.scheduling.lengths import LengthStats
+from serving.scheduling.online_step_time import OnlineStepTime
+from serving.scheduling.schedule import StepLimits
+from serving.scheduling.scheduler import Scheduler
+from serving.scheduling.step_time import StepWork
+from serving.scheduling.targets import ServiceTargets
+
+REPLAN_STEPS = 16  # steps for which the running batch is decided
+DEBT_SHARE = 0.05  # of requests may end before they have made good what they lent
+TPOT_ATTAINMENT = 0.97  # of requests: the target is held lower while fewer meet it
+LEARNING = 0.01  # of the target, for a request that missed it
+MIN_SHARE = 0.5
+POOL_SHARE = 0.97  # of the pages that running sequences may come to need by expectation
+MAX_RISE = 1.1  # of the batch from one decision to the next
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the engine can sustain, by prediction."""
+
+    max_num_seqs: int  # that meet the target with the prefill they need
+    step_s: float  # mean of a step at that batch
+    prefill_tokens_per_s: float  # at most, beside what runs now
+    requests_per_s: float  # that end, and so can begin, at that batch
+    bound: str  # what keeps the batch from being larger: compute, slots or pages
+
+
+class SloController:
+    """`limits` before each `schedule`, `observe` after each step was read. Pure arithmetic; one thread.
+
+    step_time: corrected here by what is observed. Without a target of TPOT only pages and slots bound the batch.
+    """
+
+    def __init__(self, scheduler: Scheduler, targets: ServiceTargets, step_time: OnlineStepTime):
+        self.scheduler, self.targets, self.step_time = scheduler, targets, step_time
+        self.lengths = LengthStats()
+        self.tpot_share = 0.9  # of the target that is aimed at
+        config = scheduler.config
+        self.plan = Plan(
+            max_num_seqs=config.max_num_seqs,
+            step_s=0.0,
+            prefill_tokens_per_s=math.inf,
+            requests_per_s=math.inf,
+            bound="slots",
+        )
+        self._running: list[Request] = []
+        self._num_output_tokens = scheduler.stats.num_output_tokens
+        self._steps_to_plan = 0
+        self._mean_keys = 0.0  # that a decoding row reads
+        self._pairs_a_token = 0.0  # of prefill
+        self._pending_s = 0.0  # of the step that is in flight, as predicted when it was allowed
+        self._horizon = 1
+        self._num_interactive = 0.0  # running of late, with a target
+
+    # Observations
+
+    def observe(self, work: StepWork, duration_s: float) -> None:
+        """A step of this work took so long, as the host saw it."""
+        self.step_time.observe(work, duration_s)
+        if work.num_decode_rows:
+            keys = work.decode_kv_tokens / (work.num_decode_rows * work.num_decode_steps)
+            self._mean_keys += (keys - self._mean_keys) * (0.02 if self._mean_keys else 1.0)
+        if work.num_prefill_tokens:
+            pairs = work.prefill_kv_pairs / work.num_prefill_tokens
+            self._pairs_a_token += (pairs - self._pairs_a_token) * (0.05 if self._pairs_a_token else 1.0)
+
+    def _count_ended(self) -> None:
+        num_output_tokens = self.scheduler.stats.num_output_tokens
+        self.lengths.sampled(num_output_tokens - self._num_output_tokens)
+        self._num_output_tokens = num_output_tokens
+        for request in self._running:
+            if request.is_finished:
+                self.lengths.ended(
+                    request.num_prompt_tokens,
+                    request.num_prompt_tokens - request.num_cached_tokens,
+                    request.num_output_tokens,
+                )
+                self._learn_share(request)
+
+    def _learn_share(self, request: Request) -> None:
+        target_s = self.targets.class_tpot_s[self.targets.class_of(request.context.priority)]
+        first_s, last_s = request.first_token_time_s, request.last_token_time_s
+        if target_s and first_s is not None and last_s is not None and request.num_output_tokens > 1:
+            is_met = last_s - first_s <= target_s * (request.num_output_tokens - 1)
+            self.tpot_share += LEARNING * ((1 - TPOT_ATTAINMENT) if is_met else -TPOT_ATTAINMENT)
+            self.tpot_share = min(max(self.tpot_share, MIN_SHARE), 1.0)
+
+    # Limits
+
+    def limits(self, now_s: float) -> StepLimits:
+        self._count_ended()
+        scheduler, config = self.scheduler, self.scheduler.config
+        running = scheduler.running_requests
+        self._running = [request for request, _ in running]
+        target_s = self._target_s([*self._running, *scheduler.waiting_requests[:1]])
+        if self._steps_to_plan <= 0:
+            self._steps_to_plan = REPLAN_STEPS
+            self._horizon = max(self.lengths.output_quantile(DEBT_SHARE), 1)
+            self.plan = self._make_plan(target_s)
+        self._steps_to_plan -= 1
+        max_prefill_tokens = self._prefill_tokens(running, target_s, now_s)
+        max_num_seqs = min(self.plan.max_num_seqs, self._num_that_fit(running))
+        background = self.targets.background_priority
+        max_background = None
+        if background is not None:
+            num_interactive = sum(request.context.priority < background for request in self._running)
+            self._num_interactive += (num_interactive - self._num_interactive) * 0.01
+            reserve = max(num_interactive, self._num_interactive + 2 * math.sqrt(self._num_interactive))
+            max_background = max(max_num_seqs - math.ceil(reserve), 0)
+        return StepLimits(
+            max_prefill_tokens=max_prefill_tokens,
+            max_num_seqs=max(max_num_seqs, 1),
+            max_background_seqs=max_background,
+            background_priority=background or 0,
+        )
+
+    def _target_s(self, requests: Iterable[Request]) -> float:
+        """The tightest TPOT of these requests; 0: none has one. Never below what the smallest programs take."""
+        targets = self.targets
+        found = {targets.class_tpot_s[targets.class_of(request.context.priority)] for request in requests}
+        target_s = min((s for s in found if s), default=0.0)
+        return max(target_s * self.tpot_share, 1.05 * self._least_s()) if target_s else 0.0
+
+    def _least_s(self) -> float:
+        """Of a step that does anything at all beside one row that decodes."""
+        return self.step_time.predict_s(self._work(1, self.scheduler.config.prefill_token_buckets[0]))
+
+    def _work(self, num_rows: int, bucket: int) -> StepWork:
+        """A step of so many rows of the usual context, beside a full bucket."""
+        num_slots = self.scheduler.config.decode_size(num_rows, bucket) if num_rows else 0
+        return StepWork(
+            num_decode_slots=num_slots,
+            num_decode_rows=num_rows,
+            decode_kv_tokens=round(num_rows * self._mean_keys),
+            prefill_bucket=bucket,
+            num_prefill_tokens=bucket,
+            prefill_kv_pairs=round(bucket * self._pairs_a_token),
+        )
+
+    def _prefill_tokens(self, running: list[tuple[Request, int]], target_s: float, now_s: float) -> int:
+        """The largest bucket with which every running request can still meet its target, by prediction; 0: none."""
+        scheduler = self.scheduler
+        buckets = scheduler.config.prefill_token_buckets
+        has_prompts = scheduler.num_waiting > 0 or any(
+            request.num_computed_tokens < request.num_tokens for request, _ in running
+        )
+        num_rows = sum(request.first_token_time_s is not None for request, _ in running)
+        decode_s = self.step_time.predict_s(self._work(num_rows, 0)) if num_rows else 0.0
+        if not num_rows or not target_s:
+            allowed_s = math.inf
+        else:
+            allowed_s = self._allowed_s(running, decode_s, now_s)
+        bucket, step_s = 0, decode_s
+        if has_prompts:
+            for size in buckets:
+                with_bucket_s = self.step_time.predict_s(self._work(num_rows, size))
+                if with_bucket_s > allowed_s:
+                    break
+                bucket, step_s = size, with_bucket_s
+        self._pending_s = step_s
+        return bucket if has_prompts else buckets[-1]
+
+    def _allowed_s(self, running: list[tuple[Request, int]], decode_s: float, now_s: float) -> float:
+        """What the next step may take, so that every request meets its target by its horizon.
+
+        After the step in flight a request has had m tokens in t seconds; k more bring it to the horizon, or to the
+        next token where it is beyond it. The next step and k - 1 that only decode must end by (m + k - 1) targets.
+        """
+        targets, horizon = self.targets, self._horizon
+        end_s = now_s + self._pending_s
+        shortest_s = self._least_s()
+        target_of = [
+            max(target_s * self.tpot_share, 1.05 * shortest_s) if target_s else 0.0 for target_s in targets.class_tpot_s
+        ]
+        is_single = len(target_of) == 1
+        allowed_s = math.inf
+        for request, num_future_tokens in running:
+            first_s = request.first_token_time_s
+            if first_s is None:
+                continue
+            target_s = target_of[0 if is_single else targets.class_of(request.context.priority)]
+            if not target_s:
+                continue
+            num_tokens = num_future_tokens - request.num_prompt_tokens
+            num_more = max(horizon - num_tokens, 1)
+            spare_s = target_s * (num_tokens + num_more - 1) - (end_s - first_s) - (num_more - 1) * decode_s
+            allowed_s = min(allowed_s, spare_s)
+        return allowed_s
+
+    # The running batch
+
+    def _make_plan(self, target_s: float) -> Plan:
+        config = self.scheduler.config
+        largest = config.max_num_seqs
+        best = largest
+        if target_s:
+            low, high = 1, largest
+            while low < high:
+                middle = (low + high + 1) // 2
+                if self._sustained_s(middle) <= target_s:
+                    low = middle
+                else:
+                    high = middle - 1
+            best = low
+            # Up by little and little: what was learnt of small batches may not hold for large ones.
+            best = min(best, math.ceil(MAX_RISE * max(self.plan.max_num_seqs, 8)))
+        step_s = self._sustained_s(best)
+        outputs = max(self.lengths.mean_output_tokens, 1.0)
+        return Plan(
+            max_num_seqs=best,
+            step_s=step_s,
+            prefill_tokens_per_s=self._prefill_rate(target_s),
+            requests_per_s=best / (outputs * step_s) if step_s > 0 else math.inf,
+            bound="slots" if best == largest else "compute",
+        )
+
+    def _sustained_s(self, num_rows: int) -> float:
+        """Mean seconds of a step when `num_rows` sequences run and what ends is replaced, with the best bucket for it."""
+        prompts_a_step = num_rows / max(self.lengths.mean_output_tokens, 1.0)
+        needed_tokens = prompts_a_step * self.lengths.mean_computed_tokens
+        decode_s = self.step_time.predict_s(self._work(num_rows, 0))
+        best_s = math.inf
+        for bucket in self.scheduler.config.prefill_token_buckets:
+            share = needed_tokens / bucket  # of steps, that carry a full bucket
+            mixed_s = self.step_time.predict_s(self._work(num_rows, bucket))
+            if share <= 1:
+                best_s = min(best_s, decode_s + share * (mixed_s - decode_s))
+        return best_s
+
+    def _prefill_rate(self, target_s: float) -> float:
+        """Prompt tokens a second, at most, beside what decodes now, with steps that meet the target on average."""
+        num_rows = sum(request.first_token_time_s is not None for request in self._running)
+        decode_s = self.step_time.predict_s(self._work(num_rows, 0)) if num_rows else 0.0
+        best = 0.0
+        for bucket in self.scheduler.config.prefill_token_buckets:
+            mixed_s = self.step_time.predict_s(self._work(num_rows, bucket))
+            share = 1.0
+            if num_rows and target_s and mixed_s > target_s:
+                share = max(target_s - decode_s, 0.0) / (mixed_s - decode_s)
+            best = max(best, share * bucket / (share * mixed_s + (1 - share) * decode_s))
+        return best
+
+    def _num_that_fit(self, running: list[tuple[Request, int]]) -> int:
+        """Sequences that may run so that pages last, by expectation, until they end.
+
+        The most tokens that those running come to hold is found as in Gong et al. 2025 (Past-Future scheduler):
+        at the end of each, in order of the ends, those left have grown by as many tokens as it had to go.
+        """
+        config = self.scheduler.config
+        pool_tokens = POOL_SHARE * (config.num_pages - 1) * config.page_size
+        lengths = self.lengths
+        new_tokens = max(lengths.mean_prompt_tokens, 1.0)
+        waiting = self.scheduler.waiting_requests
+        if waiting:
+            new_tokens = max(waiting[0].num_tokens, 1.0)
+        new_remaining = lengths.remaining_tokens(0)
+        if not running or len(running) * (new_tokens + new_remaining) * 3 < pool_tokens:
+            return config.max_num_seqs
+        ends = []
+        for request, num_tokens in running:
+            remaining = lengths.remaining_tokens(num_tokens - request.num_prompt_tokens)
+            ends.append((min(remaining, request.max_total_tokens - num_tokens), num_tokens))
+        num_fit = 0
+        while len(running) + num_fit < config.max_num_seqs:
+            ends.append((new_remaining, new_tokens))
+            if _peak_tokens(ends) > pool_tokens:
+                break
+            num_fit += 1
+            if num_fit >= 8:  # as many as one step admits; the next decides anew
+                break
+        return len(running) + num_fit
+
+
+def _peak_tokens(ends: list[tuple[float, float]]) -> float:
+    """The most tokens held at once by sequences of (tokens to come, tokens held), of which nobody follows them."""
+    peak = held = 0.0
+    for count, (remaining, num_tokens) in enumerate(sorted(ends, key=lambda end: -end[0]), start=1):
+        held += num_tokens
+        peak = max(peak, held + count * remaining)
+    return peak
