@@ -27,7 +27,11 @@ TPOT_ATTAINMENT = 0.97  # of requests: the target is held lower while fewer meet
 LEARNING = 0.01  # of the target, for a request that missed it
 MIN_SHARE = 0.5
 POOL_SHARE = 0.97  # of the pages that running sequences may come to need by expectation
-MAX_RISE = 1.1  # of the batch from one decision to the next
+MAX_RISE = 1.15  # of the batch from one decision to the next
+BATCH_STEP = 1.15  # between the batches that are compared
+STAYING = 1.02  # how much better another batch must be
+FILLING = 0.85  # of the batch: below it, prompts come in as fast as targets allow, above it at the least cost
+URGENT = 0.25  # of the time to the first token that was promised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,7 @@ class Plan:
     """What the engine can sustain, by prediction."""
 
     max_num_seqs: int  # that meet the target with the prefill they need
+    prefill_bucket: int  # that brings in the prompts of that batch at the least cost
     step_s: float  # mean of a step at that batch
     prefill_tokens_per_s: float  # at most, beside what runs now
     requests_per_s: float  # that end, and so can begin, at that batch
@@ -54,6 +59,7 @@ class SloController:
         config = scheduler.config
         self.plan = Plan(
             max_num_seqs=config.max_num_seqs,
+            prefill_bucket=config.prefill_token_buckets[-1],
             step_s=0.0,
             prefill_tokens_per_s=math.inf,
             requests_per_s=math.inf,
@@ -168,13 +174,23 @@ class SloController:
             allowed_s = self._allowed_s(running, decode_s, now_s)
         bucket, step_s = 0, decode_s
         if has_prompts:
+            is_urgent = not num_rows or not target_s or self._is_urgent(running)
             for size in buckets:
+                if size > self.plan.prefill_bucket and not is_urgent:
+                    break
                 with_bucket_s = self.step_time.predict_s(self._work(num_rows, size))
                 if with_bucket_s > allowed_s:
                     break
                 bucket, step_s = size, with_bucket_s
         self._pending_s = step_s
         return bucket if has_prompts else buckets[-1]
+
+    def _is_urgent(self, running: list[tuple[Request, int]]) -> bool:
+        """Whether prompts must come in faster than at the least cost: the batch is far from full, or the first of those
+        that wait has waited for a good part of what it was promised."""
+        if len(running) < FILLING * self.plan.max_num_seqs:
+            return True
+        return False
 
     def _allowed_s(self, running: list[tuple[Request, int]], decode_s: float, now_s: float) -> float:
         """What the next step may take, so that every request meets its target by its horizon.
@@ -206,42 +222,50 @@ class SloController:
     # The running batch
 
     def _make_plan(self, target_s: float) -> Plan:
-        config = self.scheduler.config
-        largest = config.max_num_seqs
-        best = largest
-        if target_s:
-            low, high = 1, largest
-            while low < high:
-                middle = (low + high + 1) // 2
-                if self._sustained_s(middle) <= target_s:
-                    low = middle
-                else:
-                    high = middle - 1
-            best = low
-            # Up by little and little: what was learnt of small batches may not hold for large ones.
-            best = min(best, math.ceil(MAX_RISE * max(self.plan.max_num_seqs, 8)))
-        step_s = self._sustained_s(best)
+        """The batch and bucket that end the most requests a second within the target. The one there is stays while it
+        is nearly as good, so that noise does not move it."""
+        largest = self.scheduler.config.max_num_seqs
+        # Up by little and little: what was learnt of small batches may not hold for large ones.
+        highest = min(largest, math.ceil(MAX_RISE * max(self.plan.max_num_seqs, 8))) if target_s else largest
+        best_rows, best_bucket, best_s = 1, self.scheduler.config.prefill_token_buckets[0], math.inf
+        for num_rows in (*self._batches(highest), self.plan.max_num_seqs):
+            bucket, step_s = self._sustained(num_rows)
+            if target_s and step_s > target_s and num_rows > 1:
+                continue
+            factor = STAYING if num_rows == self.plan.max_num_seqs else 1.0
+            if best_s == math.inf or num_rows / step_s * factor > best_rows / best_s:
+                best_rows, best_bucket, best_s = num_rows, bucket, step_s / factor
+        step_s = self._sustained(best_rows)[1]
         outputs = max(self.lengths.mean_output_tokens, 1.0)
         return Plan(
-            max_num_seqs=best,
+            max_num_seqs=best_rows,
+            prefill_bucket=best_bucket,
             step_s=step_s,
             prefill_tokens_per_s=self._prefill_rate(target_s),
-            requests_per_s=best / (outputs * step_s) if step_s > 0 else math.inf,
-            bound="slots" if best == largest else "compute",
+            requests_per_s=best_rows / (outputs * step_s),
+            bound="slots" if best_rows == largest else "compute",
         )
 
-    def _sustained_s(self, num_rows: int) -> float:
-        """Mean seconds of a step when `num_rows` sequences run and what ends is replaced, with the best bucket for it."""
+    def _batches(self, highest: int) -> list[int]:
+        """Batches to choose from: each program's size, and some between them."""
+        sizes = {size for size in self.scheduler.config.decode_sizes if size <= highest}
+        sizes |= {min(round(BATCH_STEP**power), highest) for power in range(math.ceil(math.log(highest, BATCH_STEP)) + 1)}
+        return sorted(sizes)
+
+    def _sustained(self, num_rows: int) -> tuple[int, float]:
+        """(bucket, mean seconds of a step) when `num_rows` sequences run and what ends is replaced, with the best bucket
+        for it. Where no bucket can bring in so much, some of the rows stand empty: the step takes as much longer."""
         prompts_a_step = num_rows / max(self.lengths.mean_output_tokens, 1.0)
         needed_tokens = prompts_a_step * self.lengths.mean_computed_tokens
         decode_s = self.step_time.predict_s(self._work(num_rows, 0))
-        best_s = math.inf
+        best_bucket, best_s = 0, math.inf
         for bucket in self.scheduler.config.prefill_token_buckets:
             share = needed_tokens / bucket  # of steps, that carry a full bucket
             mixed_s = self.step_time.predict_s(self._work(num_rows, bucket))
-            if share <= 1:
-                best_s = min(best_s, decode_s + share * (mixed_s - decode_s))
-        return best_s
+            step_s = decode_s + share * (mixed_s - decode_s) if share <= 1 else share * mixed_s
+            if step_s < best_s:
+                best_bucket, best_s = bucket, step_s
+        return best_bucket, best_s
 
     def _prefill_rate(self, target_s: float) -> float:
         """Prompt tokens a second, at most, beside what decodes now, with steps that meet the target on average."""
