@@ -30,6 +30,8 @@ POOL_SHARE = 0.97  # of the pages that running sequences may come to need by exp
 MAX_RISE = 1.15  # of the batch from one decision to the next
 BATCH_STEP = 1.15  # between the batches that are compared
 STAYING = 1.02  # how much better another batch must be
+TIE = 1.005
+LEAST_PREFILL = 0.1  # of steps
 FILLING = 0.85  # of the batch: below it, prompts come in as fast as targets allow, above it at the least cost
 URGENT = 0.25  # of the time to the first token that was promised
 
@@ -39,6 +41,7 @@ class Plan:
     """What the engine can sustain, by prediction."""
 
     max_num_seqs: int  # that meet the target with the prefill they need
+    num_busy: float  # of them, that prefill keeps busy
     prefill_bucket: int  # that brings in the prompts of that batch at the least cost
     step_s: float  # mean of a step at that batch
     prefill_tokens_per_s: float  # at most, beside what runs now
@@ -59,6 +62,7 @@ class SloController:
         config = scheduler.config
         self.plan = Plan(
             max_num_seqs=config.max_num_seqs,
+            num_busy=config.max_num_seqs,
             prefill_bucket=config.prefill_token_buckets[-1],
             step_s=0.0,
             prefill_tokens_per_s=math.inf,
@@ -137,15 +141,17 @@ class SloController:
         )
 
     def _target_s(self, requests: Iterable[Request]) -> float:
-        """The tightest TPOT of these requests; 0: none has one. Never below what the smallest programs take."""
+        """The tightest TPOT of these requests; 0: none has one. Never below `_least_s`."""
         targets = self.targets
         found = {targets.class_tpot_s[targets.class_of(request.context.priority)] for request in requests}
         target_s = min((s for s in found if s), default=0.0)
-        return max(target_s * self.tpot_share, 1.05 * self._least_s()) if target_s else 0.0
+        return max(target_s * self.tpot_share, self._least_s()) if target_s else 0.0
 
     def _least_s(self) -> float:
-        """Of a step that does anything at all beside one row that decodes."""
-        return self.step_time.predict_s(self._work(1, self.scheduler.config.prefill_token_buckets[0]))
+        """Mean step of one row that decodes while prompts come in slowly. A target below it would stop them for ever."""
+        decode_s = self.step_time.predict_s(self._work(1, 0))
+        mixed_s = self.step_time.predict_s(self._work(1, self.scheduler.config.prefill_token_buckets[0]))
+        return decode_s + LEAST_PREFILL * max(mixed_s - decode_s, 0.0)
 
     def _work(self, num_rows: int, bucket: int) -> StepWork:
         """A step of so many rows of the usual context, beside a full bucket."""
@@ -188,7 +194,7 @@ class SloController:
     def _is_urgent(self, running: list[tuple[Request, int]]) -> bool:
         """Whether prompts must come in faster than at the least cost: the batch is far from full, or the first of those
         that wait has waited for a good part of what it was promised."""
-        if len(running) < FILLING * self.plan.max_num_seqs:
+        if len(running) < FILLING * self.plan.num_busy:
             return True
         return False
 
@@ -202,7 +208,7 @@ class SloController:
         end_s = now_s + self._pending_s
         shortest_s = self._least_s()
         target_of = [
-            max(target_s * self.tpot_share, 1.05 * shortest_s) if target_s else 0.0 for target_s in targets.class_tpot_s
+            max(target_s * self.tpot_share, shortest_s) if target_s else 0.0 for target_s in targets.class_tpot_s
         ]
         is_single = len(target_of) == 1
         allowed_s = math.inf
@@ -222,28 +228,36 @@ class SloController:
     # The running batch
 
     def _make_plan(self, target_s: float) -> Plan:
-        """The batch and bucket that end the most requests a second within the target. The one there is stays while it
-        is nearly as good, so that noise does not move it."""
-        largest = self.scheduler.config.max_num_seqs
+        """The batch and bucket that end the most requests a second within the target. What there is stays while it is
+        nearly as good, so that noise does not move it. Of batches that are as good the largest: a sequence that ends
+        should find another that is ready."""
+        config = self.scheduler.config
+        largest, buckets = config.max_num_seqs, config.prefill_token_buckets
         # Up by little and little: what was learnt of small batches may not hold for large ones.
         highest = min(largest, math.ceil(MAX_RISE * max(self.plan.max_num_seqs, 8))) if target_s else largest
-        best_rows, best_bucket, best_s = 1, self.scheduler.config.prefill_token_buckets[0], math.inf
-        for num_rows in (*self._batches(highest), self.plan.max_num_seqs):
-            bucket, step_s = self._sustained(num_rows)
-            if target_s and step_s > target_s and num_rows > 1:
-                continue
-            factor = STAYING if num_rows == self.plan.max_num_seqs else 1.0
-            if best_s == math.inf or num_rows / step_s * factor > best_rows / best_s:
-                best_rows, best_bucket, best_s = num_rows, bucket, step_s / factor
-        step_s = self._sustained(best_rows)[1]
+        best_rate, best_rows, best_bucket = 0.0, 1, buckets[0]
+        for bucket in buckets:
+            for num_rows in {*self._batches(highest), self.plan.max_num_seqs}:
+                num_busy, step_s = self._sustained(num_rows, bucket)
+                if target_s and step_s > target_s:
+                    continue
+                rate = num_busy / step_s
+                if num_rows == self.plan.max_num_seqs and bucket == self.plan.prefill_bucket:
+                    rate *= STAYING
+                if rate > TIE * best_rate or (rate > best_rate / TIE and num_rows > best_rows):
+                    best_rate, best_rows, best_bucket = rate, num_rows, bucket
+        num_busy, step_s = self._sustained(best_rows, best_bucket)
+        # Beyond what keeps the bucket full there is nothing to gain.
+        best_rows = min(best_rows, math.ceil(1.25 * num_busy + 2 * math.sqrt(num_busy)))
         outputs = max(self.lengths.mean_output_tokens, 1.0)
         return Plan(
             max_num_seqs=best_rows,
+            num_busy=num_busy,
             prefill_bucket=best_bucket,
             step_s=step_s,
             prefill_tokens_per_s=self._prefill_rate(target_s),
-            requests_per_s=best_rows / (outputs * step_s),
-            bound="slots" if best_rows == largest else "compute",
+            requests_per_s=num_busy / (outputs * step_s),
+            bound="slots" if num_busy == largest else "compute",
         )
 
     def _batches(self, highest: int) -> list[int]:
@@ -252,20 +266,15 @@ class SloController:
         sizes |= {min(round(BATCH_STEP**power), highest) for power in range(math.ceil(math.log(highest, BATCH_STEP)) + 1)}
         return sorted(sizes)
 
-    def _sustained(self, num_rows: int) -> tuple[int, float]:
-        """(bucket, mean seconds of a step) when `num_rows` sequences run and what ends is replaced, with the best bucket
-        for it. Where no bucket can bring in so much, some of the rows stand empty: the step takes as much longer."""
-        prompts_a_step = num_rows / max(self.lengths.mean_output_tokens, 1.0)
-        needed_tokens = prompts_a_step * self.lengths.mean_computed_tokens
-        decode_s = self.step_time.predict_s(self._work(num_rows, 0))
-        best_bucket, best_s = 0, math.inf
-        for bucket in self.scheduler.config.prefill_token_buckets:
-            share = needed_tokens / bucket  # of steps, that carry a full bucket
-            mixed_s = self.step_time.predict_s(self._work(num_rows, bucket))
-            step_s = decode_s + share * (mixed_s - decode_s) if share <= 1 else share * mixed_s
-            if step_s < best_s:
-                best_bucket, best_s = bucket, step_s
-        return best_bucket, best_s
+    def _sustained(self, num_rows: int, bucket: int) -> tuple[float, float]:
+        """(rows that are busy, mean seconds of a step) when `num_rows` sequences may run, and what ends is replaced
+        through steps that carry a full bucket. Fewer are busy where every step does and still too few come in."""
+        prompts_a_row = self.lengths.mean_computed_tokens / max(self.lengths.mean_output_tokens, 1.0)
+        num_busy = min(float(num_rows), bucket / prompts_a_row) if prompts_a_row else float(num_rows)
+        share = num_busy * prompts_a_row / bucket
+        rows = max(math.ceil(num_busy), 1)
+        decode_s = self.step_time.predict_s(self._work(rows, 0))
+        return num_busy, decode_s + share * (self.step_time.predict_s(self._work(rows, bucket)) - decode_s)
 
     def _prefill_rate(self, target_s: float) -> float:
         """Prompt tokens a second, at most, beside what decodes now, with steps that meet the target on average."""
