@@ -19,12 +19,14 @@ from configs.checks import ConfigError
 from configs.engine import EngineConfig, MeshConfig
 from configs.operations import OperationsConfig
 from configs.run import Configs, RunConfig
+from configs.scheduling import SchedulingConfig
 from configs.server import ServerConfig
 
 CONFIG_CLASSES = {
     "RunConfig": RunConfig,
     "EngineConfig": EngineConfig,
     "MeshConfig": MeshConfig,
+    "SchedulingConfig": SchedulingConfig,
     "ServerConfig": ServerConfig,
     "OperationsConfig": OperationsConfig,
 }
@@ -66,7 +68,7 @@ def config_text(configs: Configs) -> str:
     Secrets (fields that their config's repr leaves out) are not shown.
     """
     lines = []
-    for config in (configs.run, configs.engine, configs.mesh, configs.server, configs.operations):
+    for config in (getattr(configs, field.name) for field in dataclasses.fields(configs)):
         for field in dataclasses.fields(config):
             if not field.repr:
                 lines.append(f"# {type(config).__name__}.{field.name} is not shown: {len(getattr(config, field.name))}")
@@ -103,6 +105,7 @@ def _build(values: Mapping[str, Mapping[str, Any]], origins: Mapping[tuple[str, 
         run=built["RunConfig"],
         engine=built["EngineConfig"],
         mesh=built["MeshConfig"],
+        scheduling=built["SchedulingConfig"],
         server=built["ServerConfig"],
         operations=built["OperationsConfig"],
     )

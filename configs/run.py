@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from configs.checks import ConfigError
 from configs.engine import EngineConfig, MeshConfig
 from configs.operations import OperationsConfig
+from configs.scheduling import SchedulingConfig
 from configs.server import ServerConfig
 
 
@@ -41,5 +42,6 @@ class Configs:
     run: RunConfig = field(default_factory=RunConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     operations: OperationsConfig = field(default_factory=OperationsConfig)

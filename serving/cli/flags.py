@@ -81,6 +81,8 @@ def _metavar(hint: Any) -> str:
         return "|".join(map(str, typing.get_args(inner)))
     if inner == tuple[int, ...]:
         return "INT,INT,..."
+    if inner == tuple[float, ...]:
+        return "NUMBER,NUMBER,..."
     if typing.get_origin(inner) is collections.abc.Mapping:
         return "ID:NUMBER,..."
     if inner is StructuredOutput:
@@ -122,6 +124,8 @@ def _parse(text: str, hint: Any) -> Any:
         return text  # the dataclass says which are known
     if hint == tuple[int, ...]:
         return tuple(int(part) for part in text.split(",")) if text else ()
+    if hint == tuple[float, ...]:
+        return tuple(float(part) for part in text.split(",")) if text else ()
     if hint is StructuredOutput:
         return StructuredOutput.from_fields(json.loads(text))
     assert typing.get_origin(hint) is collections.abc.Mapping, f"no flag syntax for {hint}"

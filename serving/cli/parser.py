@@ -18,6 +18,7 @@ from configs.engine import DTYPES, EngineConfig, MeshConfig
 from configs.load import load_configs
 from configs.operations import OperationsConfig
 from configs.run import Configs, RunConfig
+from configs.scheduling import SchedulingConfig
 from configs.server import ServerConfig
 from serving import bench
 from serving.cli.flags import add_dataclass_flags, given_fields
@@ -138,13 +139,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="where to look for gin files; may be repeated",
     )
     group.add_argument("--print_config", action="store_true", help="print every config value and stop")
-    for cls in (RunConfig, EngineConfig, MeshConfig):
+    for cls in (RunConfig, EngineConfig, MeshConfig, SchedulingConfig):
         add_dataclass_flags(parser, cls, names=FLAG_NAMES.get(cls))
 
 
 def configs_from(args: argparse.Namespace) -> Configs:
     """The configs of an engine command. Raises ConfigError."""
-    classes = (RunConfig, EngineConfig, MeshConfig, ServerConfig, OperationsConfig)
+    classes = (RunConfig, EngineConfig, MeshConfig, SchedulingConfig, ServerConfig, OperationsConfig)
     overrides = {cls.__name__: given_fields(args, cls) for cls in classes}
     return load_configs(args.gin_file, args.gin_bindings, args.gin_search_paths, overrides)
 
