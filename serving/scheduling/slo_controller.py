@@ -12,14 +12,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from configs.scheduling import SchedulingConfig
 from serving.request import Request
-from serving.scheduling.config import SchedulerConfig
+from serving.scheduling.admission import LoadSnapshot
 from serving.scheduling.lengths import LengthStats
 from serving.scheduling.online_step_time import OnlineStepTime
 from serving.scheduling.schedule import StepLimits
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.step_time import StepWork
-from serving.scheduling.targets import ServiceTargets
 
 REPLAN_STEPS = 16  # steps for which the running batch is decided
 DEBT_SHARE = 0.05  # of requests may end before they have made good what they lent
@@ -55,7 +55,7 @@ class SloController:
     step_time: corrected here by what is observed. Without a target of TPOT only pages and slots bound the batch.
     """
 
-    def __init__(self, scheduler: Scheduler, targets: ServiceTargets, step_time: OnlineStepTime):
+    def __init__(self, scheduler: Scheduler, targets: SchedulingConfig, step_time: OnlineStepTime):
         self.scheduler, self.targets, self.step_time = scheduler, targets, step_time
         self.lengths = LengthStats()
         self.tpot_share = 0.9  # of the target that is aimed at
@@ -70,6 +70,9 @@ class SloController:
             bound="slots",
         )
         self._running: list[Request] = []
+        self._waiting: list[Request] = []  # in the order of admission
+        self._max_num_seqs = config.max_num_seqs
+        self._free_kv_tokens = math.inf  # that those running will not come to need
         self._num_output_tokens = scheduler.stats.num_output_tokens
         self._steps_to_plan = 0
         self._mean_keys = 0.0  # that a decoding row reads
@@ -115,17 +118,18 @@ class SloController:
 
     def limits(self, now_s: float) -> StepLimits:
         self._count_ended()
-        scheduler, config = self.scheduler, self.scheduler.config
+        scheduler = self.scheduler
         running = scheduler.running_requests
         self._running = [request for request, _ in running]
-        target_s = self._target_s([*self._running, *scheduler.waiting_requests[:1]])
+        self._waiting = scheduler.waiting_requests
+        target_s = self._target_s([*self._running, *self._waiting[:1]])
         if self._steps_to_plan <= 0:
             self._steps_to_plan = REPLAN_STEPS
             self._horizon = max(self.lengths.output_quantile(DEBT_SHARE), 1)
             self.plan = self._make_plan(target_s)
         self._steps_to_plan -= 1
         max_prefill_tokens = self._prefill_tokens(running, target_s, now_s)
-        max_num_seqs = min(self.plan.max_num_seqs, self._num_that_fit(running))
+        max_num_seqs = max(min(self.plan.max_num_seqs, self._num_that_fit(running)), 1)
         background = self.targets.background_priority
         max_background = None
         if background is not None:
@@ -133,9 +137,10 @@ class SloController:
             self._num_interactive += (num_interactive - self._num_interactive) * 0.01
             reserve = max(num_interactive, self._num_interactive + 2 * math.sqrt(self._num_interactive))
             max_background = max(max_num_seqs - math.ceil(reserve), 0)
+        self._max_num_seqs = max_num_seqs
         return StepLimits(
             max_prefill_tokens=max_prefill_tokens,
-            max_num_seqs=max(max_num_seqs, 1),
+            max_num_seqs=max_num_seqs,
             max_background_seqs=max_background,
             background_priority=background or 0,
         )
@@ -169,7 +174,7 @@ class SloController:
         """The largest bucket with which every running request can still meet its target, by prediction; 0: none."""
         scheduler = self.scheduler
         buckets = scheduler.config.prefill_token_buckets
-        has_prompts = scheduler.num_waiting > 0 or any(
+        has_prompts = bool(self._waiting) or any(
             request.num_computed_tokens < request.num_tokens for request, _ in running
         )
         num_rows = sum(request.first_token_time_s is not None for request, _ in running)
@@ -180,7 +185,7 @@ class SloController:
             allowed_s = self._allowed_s(running, decode_s, now_s)
         bucket, step_s = 0, decode_s
         if has_prompts:
-            is_urgent = not num_rows or not target_s or self._is_urgent(running)
+            is_urgent = not num_rows or not target_s or self._is_urgent(now_s)
             for size in buckets:
                 if size > self.plan.prefill_bucket and not is_urgent:
                     break
@@ -191,11 +196,16 @@ class SloController:
         self._pending_s = step_s
         return bucket if has_prompts else buckets[-1]
 
-    def _is_urgent(self, running: list[tuple[Request, int]]) -> bool:
-        """Whether prompts must come in faster than at the least cost: the batch is far from full, or the first of those
-        that wait has waited for a good part of what it was promised."""
-        if len(running) < FILLING * self.plan.num_busy:
+    def _is_urgent(self, now_s: float) -> bool:
+        """Whether prompts must come in faster than at the least cost: the batch is far from full, or one that waits has
+        waited for a good part of what it was promised."""
+        if len(self._running) < FILLING * self.plan.num_busy:
             return True
+        targets = self.targets
+        for request in self._waiting[:1] + [r for r in self._running[-1:] if r.first_token_time_s is None]:
+            ttft_s = targets.class_ttft_s[targets.class_of(request.context.priority)]
+            if ttft_s and now_s - request.arrival_time_s > URGENT * ttft_s:
+                return True
         return False
 
     def _allowed_s(self, running: list[tuple[Request, int]], decode_s: float, now_s: float) -> float:
@@ -224,6 +234,30 @@ class SloController:
             spare_s = target_s * (num_tokens + num_more - 1) - (end_s - first_s) - (num_more - 1) * decode_s
             allowed_s = min(allowed_s, spare_s)
         return allowed_s
+
+    # What others are told
+
+    def snapshot(self, now_s: float) -> LoadSnapshot:
+        """For admission, as of the last `limits`."""
+        targets, plan, lengths = self.targets, self.plan, self.lengths
+        num_waiting = [0] * len(targets.class_names)
+        tokens = [0] * len(targets.class_names)
+        for request in self._waiting:
+            index = targets.class_of(request.context.priority)
+            num_waiting[index] += 1
+            tokens[index] += request.num_tokens
+        return LoadSnapshot(
+            time_s=now_s,
+            waiting_requests=tuple(num_waiting),
+            waiting_tokens=tuple(tokens),
+            prefilling_tokens=sum(r.num_tokens - r.num_computed_tokens for r in self._running if not r.num_output_tokens),
+            num_free_slots=max(self._max_num_seqs - len(self._running), 0),
+            free_kv_tokens=self._free_kv_tokens,
+            prefill_tokens_per_s=max(plan.prefill_tokens_per_s, 1e-9),
+            ends_per_s=max(plan.requests_per_s, 1e-9),
+            ended_kv_tokens=lengths.mean_prompt_tokens + lengths.mean_output_tokens,
+            step_s=plan.step_s,
+        )
 
     # The running batch
 
@@ -299,16 +333,18 @@ class SloController:
         pool_tokens = POOL_SHARE * (config.num_pages - 1) * config.page_size
         lengths = self.lengths
         new_tokens = max(lengths.mean_prompt_tokens, 1.0)
-        waiting = self.scheduler.waiting_requests
-        if waiting:
-            new_tokens = max(waiting[0].num_tokens, 1.0)
+        if self._waiting:
+            new_tokens = max(self._waiting[0].num_tokens, 1.0)
         new_remaining = lengths.remaining_tokens(0)
-        if not running or len(running) * (new_tokens + new_remaining) * 3 < pool_tokens:
+        held_tokens = sum(num_tokens for _, num_tokens in running)
+        self._free_kv_tokens = pool_tokens - held_tokens - len(running) * new_remaining
+        if not running or self._free_kv_tokens > 0.5 * pool_tokens:
             return config.max_num_seqs
         ends = []
         for request, num_tokens in running:
             remaining = lengths.remaining_tokens(num_tokens - request.num_prompt_tokens)
             ends.append((min(remaining, request.max_total_tokens - num_tokens), num_tokens))
+        self._free_kv_tokens = pool_tokens - _peak_tokens(ends)
         num_fit = 0
         while len(running) + num_fit < config.max_num_seqs:
             ends.append((new_remaining, new_tokens))
