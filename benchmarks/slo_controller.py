@@ -34,7 +34,7 @@ from serving.simulation.trace import arrivals, read_trace
 TRACES = ("azure2023_conv.csv", "azure2023_code.csv", "mooncake_conversation.jsonl")
 TPOT_S = (0.015, 0.025, 0.05)
 FACTORS = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0)
-FIXED = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+FIXED = (4, 8, 16, 32, 64, 96, 128, 256)
 PRIOR = LinearStepTime(
     base_s=3e-3, decode_row_s=10e-6, decode_kv_token_s=40e-9, prefill_token_s=14e-6, prefill_pair_s=0.6e-9
 )
@@ -97,7 +97,7 @@ def batch(traces: Path, seconds: float, names: list[str], tpots: list[float]) ->
         requests = [r for r in requests if r.num_prompt_tokens + r.num_output_tokens < 131_072]
         results = {}
         for size in FIXED:
-            for budget in (512, 1024, 4096):
+            for budget in (512, 1024):
                 results[size, budget] = fixed(size, budget).run(requests, until_s=seconds)
         for tpot_s in tpots:
             targets = SchedulingConfig(class_tpot_s=(tpot_s,))

@@ -13,9 +13,11 @@ from typing import Literal
 
 from configs.scheduling import SchedulingConfig
 
-TTFT_ATTAINMENT = 0.97  # of the requests taken that had to wait
-LEARNING = 0.03  # of the prediction, for a request that missed its target
-AT_RISK = 0.3  # of its target: a request predicted to wait less says nothing of the prediction
+LEARNING = 0.05  # what a new wait counts in the mean of them
+MARGIN = 0.95  # of the limit that is used
+AT_RISK = 0.3  # of its limit: a request predicted to wait less says nothing of the predictions that decide
+DEVIATIONS = 2.0  # standard ones, above the mean
+MAX_RATIO = 10.0
 MAX_RETRY_S = 3600
 
 
@@ -29,7 +31,8 @@ class LoadSnapshot:
     prefilling_tokens: int  # to compute of the prompts that have a slot
     num_free_slots: int  # of those that may run
     free_kv_tokens: float  # places that those running will not come to need
-    prefill_tokens_per_s: float
+    prefill_tokens_per_s: float  # now
+    full_prefill_tokens_per_s: float  # once the batch is full
     ends_per_s: float  # requests, which give back a slot
     ended_kv_tokens: float  # places that each of them gives back
     step_s: float
@@ -48,7 +51,7 @@ def predicted_wait_s(snapshot: LoadSnapshot, num_tokens: int, num_ahead: int, to
     """Seconds to the first token of a prompt of `num_tokens`, with so many requests and their tokens to go before it:
     what takes longest of computing them, of slots and of pages to come free, and then its own prefill."""
     own_s = num_tokens / snapshot.prefill_tokens_per_s
-    prefill_s = (snapshot.prefilling_tokens + tokens_ahead) / snapshot.prefill_tokens_per_s
+    prefill_s = (snapshot.prefilling_tokens + tokens_ahead) / snapshot.full_prefill_tokens_per_s
     num_missing = num_ahead + 1 - snapshot.num_free_slots
     slots_s = num_missing / snapshot.ends_per_s if num_missing > 0 else 0.0
     missing_tokens = tokens_ahead + num_tokens - snapshot.free_kv_tokens
@@ -65,7 +68,7 @@ class AdmissionControl:
         self._config = config
         self._snapshot: LoadSnapshot | None = None
         self._taken: deque[tuple[float, int, int, int]] = deque()  # since then: time, class, requests, tokens
-        self.caution = 1.1  # factor on predictions, learnt from how they came out
+        self._mean_ratio, self._variance = 1.0, 0.02  # of waits and their predictions
 
     def publish(self, snapshot: LoadSnapshot) -> None:
         """Any thread: the next decision is made on it."""
@@ -86,8 +89,7 @@ class AdmissionControl:
                 num_ahead += count
                 tokens_ahead += tokens
         wait_s = predicted_wait_s(snapshot, num_tokens, num_ahead + num_requests - 1, tokens_ahead)
-        limit_s = config.class_ttft_s[class_index] or config.max_queue_s
-        excess_s = self.caution * wait_s - limit_s
+        excess_s = self.caution * wait_s - MARGIN * self._limit_s(class_index)
         # With nobody ahead the prompt itself takes too long: refusing it would not help it later.
         if excess_s > 0 and (num_ahead or snapshot.num_free_slots < num_requests):
             return Decision(
@@ -104,8 +106,18 @@ class AdmissionControl:
 
     def learn(self, priority: int, predicted_s: float, waited_s: float) -> None:
         """A request that was taken with the prediction `predicted_s` got its first token after `waited_s`."""
-        target_s = self._config.class_ttft_s[self._config.class_of(priority)]
-        if not target_s or predicted_s < AT_RISK * target_s:
+        class_index = self._config.class_of(priority)
+        if predicted_s < AT_RISK * self._limit_s(class_index):
             return
-        self.caution *= 1 + LEARNING * (TTFT_ATTAINMENT if waited_s > target_s else TTFT_ATTAINMENT - 1)
-        self.caution = min(max(self.caution, 0.5), 8.0)
+        ratio = min(waited_s / predicted_s, MAX_RATIO)
+        difference = ratio - self._mean_ratio
+        self._mean_ratio += LEARNING * difference
+        self._variance += LEARNING * (difference**2 - self._variance)
+
+    @property
+    def caution(self) -> float:
+        """Factor on predictions, learnt from how they came out: nearly all requests wait less than it says."""
+        return max(self._mean_ratio + DEVIATIONS * math.sqrt(self._variance), 0.5)
+
+    def _limit_s(self, class_index: int) -> float:
+        return self._config.class_ttft_s[class_index] or self._config.max_queue_s

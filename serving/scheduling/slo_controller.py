@@ -33,7 +33,6 @@ STAYING = 1.02  # how much better another batch must be
 TIE = 1.005
 LEAST_PREFILL = 0.1  # of steps
 FILLING = 0.85  # of the batch: below it, prompts come in as fast as targets allow, above it at the least cost
-URGENT = 0.25  # of the time to the first token that was promised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class Plan:
     num_busy: float  # of them, that prefill keeps busy
     prefill_bucket: int  # that brings in the prompts of that batch at the least cost
     step_s: float  # mean of a step at that batch
-    prefill_tokens_per_s: float  # at most, beside what runs now
+    full_prefill_tokens_per_s: float  # beside the whole batch
     requests_per_s: float  # that end, and so can begin, at that batch
     bound: str  # what keeps the batch from being larger: compute, slots or pages
 
@@ -65,7 +64,7 @@ class SloController:
             num_busy=config.max_num_seqs,
             prefill_bucket=config.prefill_token_buckets[-1],
             step_s=0.0,
-            prefill_tokens_per_s=math.inf,
+            full_prefill_tokens_per_s=math.inf,
             requests_per_s=math.inf,
             bound="slots",
         )
@@ -185,9 +184,10 @@ class SloController:
             allowed_s = self._allowed_s(running, decode_s, now_s)
         bucket, step_s = 0, decode_s
         if has_prompts:
-            is_urgent = not num_rows or not target_s or self._is_urgent(now_s)
+            # A batch that is far from full has prompts come in fast; one that is full has them at the least cost.
+            is_filling = not num_rows or not target_s or len(running) < FILLING * self.plan.num_busy
             for size in buckets:
-                if size > self.plan.prefill_bucket and not is_urgent:
+                if size > self.plan.prefill_bucket and not is_filling:
                     break
                 with_bucket_s = self.step_time.predict_s(self._work(num_rows, size))
                 if with_bucket_s > allowed_s:
@@ -195,18 +195,6 @@ class SloController:
                 bucket, step_s = size, with_bucket_s
         self._pending_s = step_s
         return bucket if has_prompts else buckets[-1]
-
-    def _is_urgent(self, now_s: float) -> bool:
-        """Whether prompts must come in faster than at the least cost: the batch is far from full, or one that waits has
-        waited for a good part of what it was promised."""
-        if len(self._running) < FILLING * self.plan.num_busy:
-            return True
-        targets = self.targets
-        for request in self._waiting[:1] + [r for r in self._running[-1:] if r.first_token_time_s is None]:
-            ttft_s = targets.class_ttft_s[targets.class_of(request.context.priority)]
-            if ttft_s and now_s - request.arrival_time_s > URGENT * ttft_s:
-                return True
-        return False
 
     def _allowed_s(self, running: list[tuple[Request, int]], decode_s: float, now_s: float) -> float:
         """What the next step may take, so that every request meets its target by its horizon.
@@ -246,6 +234,11 @@ class SloController:
             index = targets.class_of(request.context.priority)
             num_waiting[index] += 1
             tokens[index] += request.num_tokens
+        rate = plan.full_prefill_tokens_per_s
+        if not self._waiting and len(self._running) < FILLING * plan.num_busy:
+            num_rows = sum(request.num_output_tokens > 0 for request in self._running)
+            buckets = self.scheduler.config.prefill_token_buckets
+            rate = max(rate, self._prefill_rate(num_rows, buckets, self._target_s(self._running)))
         return LoadSnapshot(
             time_s=now_s,
             waiting_requests=tuple(num_waiting),
@@ -253,7 +246,8 @@ class SloController:
             prefilling_tokens=sum(r.num_tokens - r.num_computed_tokens for r in self._running if not r.num_output_tokens),
             num_free_slots=max(self._max_num_seqs - len(self._running), 0),
             free_kv_tokens=self._free_kv_tokens,
-            prefill_tokens_per_s=max(plan.prefill_tokens_per_s, 1e-9),
+            prefill_tokens_per_s=max(rate, 1e-9),
+            full_prefill_tokens_per_s=max(plan.full_prefill_tokens_per_s, 1e-9),
             ends_per_s=max(plan.requests_per_s, 1e-9),
             ended_kv_tokens=lengths.mean_prompt_tokens + lengths.mean_output_tokens,
             step_s=plan.step_s,
@@ -289,7 +283,7 @@ class SloController:
             num_busy=num_busy,
             prefill_bucket=best_bucket,
             step_s=step_s,
-            prefill_tokens_per_s=self._prefill_rate(target_s),
+            full_prefill_tokens_per_s=self._prefill_rate(round(num_busy), (best_bucket,), target_s),
             requests_per_s=num_busy / (outputs * step_s),
             bound="slots" if num_busy == largest else "compute",
         )
@@ -310,12 +304,12 @@ class SloController:
         decode_s = self.step_time.predict_s(self._work(rows, 0))
         return num_busy, decode_s + share * (self.step_time.predict_s(self._work(rows, bucket)) - decode_s)
 
-    def _prefill_rate(self, target_s: float) -> float:
-        """Prompt tokens a second, at most, beside what decodes now, with steps that meet the target on average."""
-        num_rows = sum(request.first_token_time_s is not None for request in self._running)
+    def _prefill_rate(self, num_rows: int, buckets: Iterable[int], target_s: float) -> float:
+        """Prompt tokens a second beside so many rows, with the best of the buckets, in steps that meet the target on
+        average."""
         decode_s = self.step_time.predict_s(self._work(num_rows, 0)) if num_rows else 0.0
         best = 0.0
-        for bucket in self.scheduler.config.prefill_token_buckets:
+        for bucket in buckets:
             mixed_s = self.step_time.predict_s(self._work(num_rows, bucket))
             share = 1.0
             if num_rows and target_s and mixed_s > target_s:
