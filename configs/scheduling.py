@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
 from dataclasses import dataclass
@@ -97,11 +98,7 @@ class SchedulingConfig:
 
     def class_of(self, priority: int) -> int:
         """Index of the class of a request's priority."""
-        index = 0
-        for i, least in enumerate(self.class_priorities):
-            if least <= priority:
-                index = i
-        return index
+        return max(bisect.bisect_right(self.class_priorities, priority) - 1, 0)
 
     def has_target(self, class_index: int) -> bool:
         return self.class_ttft_s[class_index] > 0 or self.class_tpot_s[class_index] > 0
@@ -157,7 +154,9 @@ def _check_names(owner: SchedulingConfig, field: str, form: re.Pattern[str], wha
         fail(owner, field, "has a name twice")
 
 
-def _check_numbers(owner: SchedulingConfig, field: str, *, minimum: float = -math.inf, above: float = -math.inf) -> None:
+def _check_numbers(
+    owner: SchedulingConfig, field: str, *, minimum: float = -math.inf, above: float = -math.inf
+) -> None:
     values = getattr(owner, field)
     if not isinstance(values, tuple) or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
         fail(owner, field, "must be a tuple of numbers")

@@ -91,7 +91,9 @@ def _make_llm(source: str, configs: Configs, llm_factory: Any) -> Any:
         from serving.llm import LLM  # imports JAX, which takes seconds: a refusal should not wait for it
 
         llm_factory = LLM
-    llm = llm_factory(source, engine_config=configs.engine, mesh_config=configs.mesh)
+    llm = llm_factory(
+        source, engine_config=configs.engine, mesh_config=configs.mesh, scheduling_config=configs.scheduling
+    )
     print(f"settings beside the defaults: {', '.join(changed_settings(configs))}", file=sys.stderr)
     return llm
 

@@ -21,6 +21,7 @@ from configs.checks import ConfigError
 from configs.engine import EngineConfig, MeshConfig
 from configs.model import ModelConfig
 from configs.run import RunConfig
+from configs.scheduling import SchedulingConfig
 from layers.params import param_specs
 from serving.execution.memory import device_memory_bytes
 from serving.execution.model_runner import CompileGuard, ModelRunner, PendingStep, StepResult
@@ -166,6 +167,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         *,
         device_bytes: int,
+        scheduling: SchedulingConfig | None = None,
         generation_config: dict | None = None,
         render_limits: RenderLimits | None = None,
         progress: Progress | None = None,
@@ -175,6 +177,7 @@ class Engine:
         self.now = now
         self.observers: tuple[EngineObserver, ...] = ()
         self.model_config, self.config, self.tokenizer = model_config, config, tokenizer
+        self.scheduling = scheduling or SchedulingConfig()
         self.generation_config = generation_config or {}
         self.max_model_len = context_length(model_config, config)
         self.eos_token_ids = eos_token_ids(
@@ -243,6 +246,7 @@ class Engine:
                     longrope_limit=rope.original_max_position_embeddings if rope.rope_type == "longrope" else None,
                     dynamic_limit=rope.max_position_embeddings if rope.rope_type == "dynamic" else None,
                 ),
+                policy=self.scheduling,
                 static_batching=static_batching,
             )
         )
@@ -423,12 +427,7 @@ class Engine:
         group = self._groups.get(request_id)
         if group is None:
             return []
-        aborted = self.scheduler.abort(request_id)
-        now_s = self.now()
-        return [
-            self._finish_delta(group, group.completions[request.child_index], (), "", None, now_s)
-            for request in aborted
-        ]
+        return [self._end_delta(request) for request in self.scheduler.abort(request_id)]
 
     def output(self, request_id: str) -> RequestOutput:
         """A request as it stands. KeyError for an unknown or already collected id."""
@@ -503,11 +502,12 @@ class Engine:
     def _step(self) -> list[OutputDelta]:
         deltas: list[OutputDelta] = []
         self.clock.begin_step()
-        schedule = self.scheduler.schedule()
+        schedule = self.scheduler.schedule(self.now())
         if schedule is None and self._pending is not None:
             # Nothing can be decided before the tokens in flight are known (or nothing is left to do).
             deltas += self._read_pending()
-            schedule = self.scheduler.schedule()
+            schedule = self.scheduler.schedule(self.now())
+        deltas += [self._end_delta(request) for request in self.scheduler.take_expired()]
         pending = None
         if schedule is not None:
             self.clock.look()
@@ -529,6 +529,10 @@ class Engine:
         self._pending = pending
         self.clock.end_step(is_outstanding=pending is not None)
         return deltas
+
+    def _end_delta(self, request: Request) -> OutputDelta:
+        group = self._groups[request.request_id]
+        return self._finish_delta(group, group.completions[request.child_index], (), "", None, self.now())
 
     def wait(self) -> None:
         """Wait until the device has run what was dispatched; for benchmarks."""
@@ -725,8 +729,8 @@ class Engine:
         those of finished requests, num_cached_tokens (not computed: a prefix hit), once a request;
         num_output_tokens; num_prefill_tokens as computed, again after a preemption; num_prefill_padding_tokens beside
         them; num_decode_steps, forward passes in which slots decode, and num_decode_slot_steps, slots of the
-        programs summed over these; num_preemptions, sequences put back for lack of pages; num_page_evictions from
-        the prefix cache; page_waste_fraction of the tokens that held pages could hold, over steps;
+        programs summed over these; num_preemptions, sequences put back for lack of pages or for more
+        urgent ones; num_deadline_drops, completions that had no slot by their deadline; num_page_evictions from the prefix cache; page_waste_fraction of the tokens that held pages could hold, over steps;
         max_unused_tokens_per_sequence, the worst step's mean; num_decode_, num_prefill_ and num_mixed_dispatches;
         num_compiles_while_serving; host_s and device_wait_s, seconds of scheduling and dispatching and of waiting
         for results; device_idle_fraction_min and _max, bounds on the share of time without a step to run.
@@ -753,6 +757,7 @@ class Engine:
             "num_decode_steps": scheduler.stats.num_decode_steps,
             "num_decode_slot_steps": scheduler.stats.num_decode_slot_steps,
             "num_preemptions": scheduler.stats.num_preemptions,
+            "num_deadline_drops": scheduler.stats.num_deadline_drops,
             "num_page_evictions": scheduler.page_allocator.num_evictions,
             "page_waste_fraction": round(counters.unused_page_token_steps / max(counters.page_token_steps, 1), 4),
             "max_unused_tokens_per_sequence": round(counters.max_unused_tokens_per_sequence, 2),
@@ -782,6 +787,7 @@ def build_engine(
     config: EngineConfig,
     mesh_config: MeshConfig,
     *,
+    scheduling: SchedulingConfig | None = None,
     progress: Progress | None = None,
     render_limits: RenderLimits | None = None,
     now: Callable[[], float] = time.monotonic,
@@ -813,6 +819,7 @@ def build_engine(
         params,
         tokenizer,
         device_bytes=device_bytes,
+        scheduling=scheduling,
         generation_config=source.generation_config,
         render_limits=render_limits,
         progress=progress,

@@ -13,9 +13,10 @@ from typing import Any, cast
 
 from configs.checks import ConfigError
 from configs.engine import EngineConfig, MeshConfig
+from configs.scheduling import SchedulingConfig
 from serving.display import ProgressReporter, output_html, stats_html
 from serving.engine import CheckedRequest, Engine, Prompt, build_engine
-from serving.request import RequestError, RequestOutput, SamplingParams, shown
+from serving.request import RequestContext, RequestError, RequestOutput, SamplingParams, shown
 from serving.text.generation_config import default_sampling
 
 PromptInput = str | Mapping[str, Any] | Sequence[int]
@@ -51,6 +52,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         engine_config: EngineConfig | None = None,
         mesh_config: MeshConfig | None = None,
+        scheduling_config: SchedulingConfig | None = None,
         show_progress: bool = True,
         **overrides: Any,
     ):
@@ -63,6 +65,7 @@ class LLM:
             model,
             config,
             mesh_config or MeshConfig(tensor=tensor_parallel_size),
+            scheduling=scheduling_config,
             progress=progress,
         )
         self.start_s = time.monotonic() - started_s
@@ -85,11 +88,12 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | Sequence[int] = 0,
     ) -> RequestOutputs:
         """Complete every prompt; outputs are in input order.
 
         A prompt is a text, a list of token ids, `{"prompt": text}`, `{"prompt_token_ids": [...]}` or
-        `{"messages": [...]}`. Sampling settings are one for all or one a prompt. Every prompt is checked before any
+        `{"messages": [...]}`. Sampling settings and priorities (lower is served first) are one for all or one a prompt. Every prompt is checked before any
         runs: RequestError names the first that is refused.
         """
         listed = _as_prompt_list(prompts)
@@ -98,7 +102,7 @@ class LLM:
         for i, prompt in enumerate(listed):
             with _naming(i):
                 resolved.append(self._resolve(prompt))
-        return self._run(resolved, params, use_tqdm)
+        return self._run(resolved, params, use_tqdm, priority)
 
     def chat(
         self,
@@ -106,6 +110,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | Sequence[int] = 0,
         **template_args: Any,
     ) -> RequestOutputs:
         """Answer one conversation (a list of messages) or several (a list of such lists).
@@ -120,7 +125,7 @@ class LLM:
         for i, conversation in enumerate(conversations):
             with _naming(i):
                 prompts.append(self.render_chat(conversation, **template_args))
-        return self._run(prompts, params, use_tqdm)
+        return self._run(prompts, params, use_tqdm, priority)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> list[int]:
         """Token ids of a conversation through the model's chat template. Raises RequestError."""
@@ -158,9 +163,14 @@ class LLM:
         return value
 
     def _run(
-        self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool | Callable[..., Any]
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        use_tqdm: bool | Callable[..., Any],
+        priority: int | Sequence[int],
     ) -> RequestOutputs:
         engine = self.engine
+        contexts = _contexts(priority, len(prompts))
         checked: list[CheckedRequest] = []
         for i, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
             with _naming(i):
@@ -169,9 +179,9 @@ class LLM:
             request_ids: list[str] = []
             bar = None
             try:
-                for request in checked:
+                for request, context in zip(checked, contexts, strict=True):
                     check_interrupt()
-                    request_ids.append(engine.add_checked(request))
+                    request_ids.append(engine.add_checked(request, context=context))
                 bar = _progress_bar(use_tqdm, len(prompts))
                 num_output_tokens, started_s = 0, time.monotonic()
                 finished: set[str] = set()
@@ -216,6 +226,20 @@ class LLM:
 
     def _repr_html_(self) -> str:
         return stats_html(self.stats())
+
+
+def _contexts(priority: int | Sequence[int], count: int) -> list[RequestContext]:
+    if isinstance(priority, int):
+        return [RequestContext(priority=priority)] * count
+    if isinstance(priority, str | bytes) or not isinstance(priority, Sequence):
+        raise RequestError("priority", f"must be an integer or a list of integers, got {shown(priority)}")
+    if len(priority) != count:
+        raise RequestError("priority", f"has {len(priority)} entries for {count} prompts")
+    contexts = []
+    for i, each in enumerate(priority):
+        with _naming(i):
+            contexts.append(RequestContext(priority=each))
+    return contexts
 
 
 def _drain(engine: Engine) -> None:

@@ -416,7 +416,7 @@ class EngineMetrics(EngineObserver):
                 self._observe("headrace_time_per_output_token_seconds", tpot_s, label)
         self._recent.append(RecentCompletion(end_s, label, ttft_s, tpot_s))
         if completion.finish_reason is not FinishReason.ABORT:  # the client's wish, neither good nor bad service
-            is_error = completion.finish_reason is FinishReason.ERROR
+            is_error = completion.finish_reason in (FinishReason.ERROR, FinishReason.TIMEOUT)
             answered_s = end_s - arrival_s if ttft_s is None else ttft_s
             met = (
                 not is_error and answered_s <= self.config.ttft_slo_s,

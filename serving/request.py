@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import enum
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, get_args
 
+from configs.scheduling import MAX_PRIORITY, MIN_PRIORITY
 from serving.operations.trace_context import TraceContext
 
 MAX_N = 128  # completions of one prompt
@@ -41,6 +43,7 @@ class RequestError(ValueError):
 class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
+    TIMEOUT = "timeout"  # its deadline passed before it was given a slot
     ABORT = "abort"
     ERROR = "error"
 
@@ -345,10 +348,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """Who asks and within what, for metrics, logs and traces; it alters no token. Raises RequestError."""
+    """Who asks, how urgently and within what: for the order of service, metrics, logs and traces; it alters no token.
+
+    Raises RequestError.
+    """
 
     tenant: str = DEFAULT_TENANT  # whom tokens and cost are counted for
-    priority: int = 0  # lower first
+    priority: int = 0  # lower is served first; which class it falls into, SchedulingConfig says
+    deadline_s: float | None = None  # of the engine's clock: a request that has no slot by then ends
     operation: Literal["chat", "text_completion"] = "text_completion"
     trace: TraceContext | None = None  # the caller's span
 
@@ -359,9 +366,12 @@ class RequestContext:
             )
         if not self.tenant.isascii() or not self.tenant.isprintable():
             raise RequestError("tenant", f"must be of printable ASCII characters, got {shown(self.tenant)}")
+        _int("priority", self.priority, MIN_PRIORITY, MAX_PRIORITY)
+        if self.deadline_s is not None:
+            _float("deadline_s", self.deadline_s, -sys.float_info.max, sys.float_info.max)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Request:
     """One sequence to complete, on the host. The scheduler owns it from `add` until it is finished.
 

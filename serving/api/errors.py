@@ -21,6 +21,10 @@ class OverloadedError(Exception):
         self.retry_after_s = retry_after_s
 
 
+class QueueTimeoutError(Exception):
+    """A request that was not begun in the time that it would wait."""
+
+
 class UnavailableError(Exception):
     """No requests are taken now: the engine is loading, draining or dead. `retry_after_s`: None where it is dead."""
 
@@ -42,7 +46,7 @@ def refusal_reason(error: Exception) -> str | None:
     match error:
         case RequestError():
             return "invalid"
-        case OverloadedError():
+        case OverloadedError() | QueueTimeoutError():
             return "overloaded"
         case GivenUpError():
             return None

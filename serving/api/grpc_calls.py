@@ -49,7 +49,8 @@ class Call:
         return await self._service.in_text_thread(lambda: convert(parse_message(self._request_type, data)))
 
     def request_context(self) -> RequestContext:
-        """Whose the call is, and within what span, by its metadata as HTTP's headers say it. Raises RequestError."""
+        """Whose the call is, and within what span, by its metadata as HTTP's headers say it, and until when it must have
+        begun, by its own deadline. Raises RequestError and UnavailableError."""
         config = self._service.config
         tenant = self._service.keys.tenant_of(metadata_values(self._context, "authorization")) or DEFAULT_TENANT
         if config.tenant_header is not None:
@@ -62,7 +63,9 @@ class Call:
             for name in ("traceparent", "tracestate")
         )
         trace = parse_trace_context(parents[0], states) if len(parents) == 1 else None
-        return RequestContext(tenant=tenant, trace=trace)
+        remaining_s = self._context.time_remaining()
+        deadline_s = None if remaining_s is None else self._service.now() + remaining_s
+        return RequestContext(tenant=tenant, trace=trace, deadline_s=deadline_s)
 
     async def send(self, message: Message) -> None:
         """Returns once the client's window has room. Raises GrpcError for a message over the limit.

@@ -8,7 +8,14 @@ from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from serving.api.errors import GenerationError, NotFoundError, OverloadedError, UnavailableError, UnknownModelError
+from serving.api.errors import (
+    GenerationError,
+    NotFoundError,
+    OverloadedError,
+    QueueTimeoutError,
+    UnavailableError,
+    UnknownModelError,
+)
 from serving.request import RequestError
 
 logger = logging.getLogger(__name__)
@@ -37,6 +44,8 @@ def status_of(error: Exception) -> status_pb2.Status:
             )
         case OverloadedError():
             return _status(code_pb2.RESOURCE_EXHAUSTED, str(error), _retry(error.retry_after_s))
+        case QueueTimeoutError():
+            return _status(code_pb2.DEADLINE_EXCEEDED, str(error))
         case UnavailableError():
             details = () if error.retry_after_s is None else (_retry(error.retry_after_s),)
             return _status(code_pb2.UNAVAILABLE, str(error), *details)

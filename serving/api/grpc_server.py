@@ -169,16 +169,27 @@ class ServingMethods:
             await call.send_from_task(pb.GenerateBatchResponse(id=request.id, response=response))
 
         try:
-            async with _admitted(self._service):
-                if request.WhichOneof("request") == "http":
-                    answer = await answer_request(self._service, request.http.url, request.http.body, context=context)
-                    http = pb.HttpResponse(
-                        status_code=answer.status_code, request_id=answer.request_id, body=answer.body_bytes()
-                    )
-                    await call.send_from_task(pb.GenerateBatchResponse(id=request.id, is_last=True, http=http))
-                    return
-                parsed = await self._service.in_text_thread(self._parse, request)
-                await self._run(parsed, context, send)
+            while True:
+                try:
+                    async with _admitted(self._service):
+                        if request.WhichOneof("request") == "http":
+                            answer = await answer_request(
+                                self._service,
+                                request.http.url,
+                                request.http.body,
+                                context=context,
+                                may_be_overloaded=True,
+                            )
+                            http = pb.HttpResponse(
+                                status_code=answer.status_code, request_id=answer.request_id, body=answer.body_bytes()
+                            )
+                            await call.send_from_task(pb.GenerateBatchResponse(id=request.id, is_last=True, http=http))
+                            return
+                        parsed = await self._service.in_text_thread(self._parse, request)
+                        await self._run(parsed, context, send)
+                    break
+                except OverloadedError as error:  # by rate limits, before anything was sent: it waits as for admission
+                    await asyncio.sleep(error.retry_after_s)
             last = pb.GenerateBatchResponse(id=request.id, is_last=True)
         except Exception as error:
             self._service.count_refusal(refusal_reason(error))

@@ -23,11 +23,12 @@ from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.unknown_fields import UnknownFieldSet
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
-from serving.api.errors import GenerationError, NotFoundError, UnavailableError
+from serving.api.errors import NotFoundError, UnavailableError
 from serving.api.grpc_calls import Call, Method
+from serving.api.responses import check_end
 from serving.api.schema import CompletionCall, parse_completion, read_request_id
 from serving.api.service import Service
-from serving.request import CompletionOutput, FinishReason, RequestError, RequestOutput, TokenLogprob
+from serving.request import CompletionOutput, RequestError, RequestOutput, TokenLogprob
 
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 CHUNK_BYTES = 2**20  # of the tokenizer's files
@@ -244,13 +245,10 @@ class _Answer:
         )
 
     def completes(self, output: RequestOutput) -> list[pb.GenerateResponse]:
-        """Raises GenerationError and UnavailableError for completions that the engine did not end."""
+        """Raises what `check_end` does for completions that did not end by themselves."""
         messages = []
         for completion in output.outputs:
-            if completion.finish_reason is FinishReason.ERROR:
-                raise GenerationError(completion.error or "the request failed while it ran")
-            if completion.finish_reason is FinishReason.ABORT:
-                raise UnavailableError("the server is stopping and has given up the request")
+            check_end(completion.finish_reason, completion.error)
             messages.append(self._complete(completion, output))
         return messages
 

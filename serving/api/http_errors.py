@@ -10,6 +10,7 @@ from serving.api.errors import (
     GenerationError,
     NotFoundError,
     OverloadedError,
+    QueueTimeoutError,
     UnavailableError,
     UnknownModelError,
     refusal_reason,
@@ -52,6 +53,8 @@ def http_error(error: Exception) -> HttpError:
         case OverloadedError():
             headers = {"Retry-After": str(error.retry_after_s)}
             return HttpError(429, str(error), code="rate_limit_exceeded", headers=headers)
+        case QueueTimeoutError():
+            return HttpError(504, str(error), code="queue_timeout")
         case UnavailableError():
             headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
             return HttpError(503, str(error), code="service_unavailable", headers=headers)

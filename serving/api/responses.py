@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from serving.api.chat_text import ChatText, OutputFormats, prompt_end
-from serving.api.errors import GenerationError, GivenUpError
+from serving.api.errors import GenerationError, GivenUpError, QueueTimeoutError
 from serving.api.schema import ChatCall, CompletionCall, GenerationCall
 from serving.api.token_text import TokenText, prompt_text, prompt_token_texts, shown_token, token_bytes
 from serving.request import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
@@ -53,7 +53,7 @@ class Answer(ABC):
         for prompt_index, output in enumerate(outputs):
             self._num_cached_tokens += output.num_cached_tokens
             for completion in output.outputs:
-                _check_end(completion.finish_reason, completion.error)
+                check_end(completion.finish_reason, completion.error)
                 self._num_output_tokens += len(completion.token_ids)
                 choice = self._choice(self._index(prompt_index, completion.index), output, completion)
                 choices.append({**choice, **self._token_ids(prompt_index, completion.token_ids)})
@@ -61,8 +61,8 @@ class Answer(ABC):
 
     def chunks(self, prompt_index: int, delta: OutputDelta, output: RequestOutput | None) -> list[dict[str, Any]]:
         """Chunks for what a step added to one completion; `output` comes with the last delta of a prompt."""
-        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            _check_end(delta.finish_reason, output.outputs[delta.index].error if output is not None else None)
+        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT, FinishReason.TIMEOUT):
+            check_end(delta.finish_reason, output.outputs[delta.index].error if output is not None else None)
         self._num_output_tokens += len(delta.new_token_ids)
         if output is not None:
             self._num_cached_tokens += output.num_cached_tokens
@@ -332,11 +332,14 @@ class _Logprobs:
         }
 
 
-def _check_end(reason: FinishReason | None, error: str | None) -> None:
+def check_end(reason: FinishReason | None, error: str | None) -> None:
+    """Raise GenerationError, GivenUpError or QueueTimeoutError for a completion that did not end by itself."""
     if reason is FinishReason.ERROR:
         raise GenerationError(error or "the request failed while it ran")
     if reason is FinishReason.ABORT:
         raise GivenUpError("the server is stopping and has given up the request")
+    if reason is FinishReason.TIMEOUT:
+        raise QueueTimeoutError("the request was not begun within the time that it would wait in the queue")
 
 
 def _finite(logprob: float) -> float:

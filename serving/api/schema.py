@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from configs.scheduling import MAX_PRIORITY, MIN_PRIORITY
 from configs.server import ServerConfig
 from serving.api.fields import (
     Boolean,
@@ -62,6 +63,7 @@ from serving.text.chat_messages import check_messages, check_objects, plain_json
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = ENDPOINTS = ("completions", "chat", "tokenize", "detokenize")
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_INT32 = 2**31 - 1
+MAX_QUEUE_S = 86400.0
 # vLLM's names before structured_outputs.
 GUIDED = {f"guided_{key}": key for key in ("json", "regex", "choice", "grammar")}
 
@@ -82,6 +84,8 @@ class GenerationCall:
     request_id: str | None = None  # the client's own name for it
     cache_salt: bytes = b""  # of fixed size, whatever the client's salt was
     return_token_ids: bool = False
+    priority: int | None = None  # lower is served first; None: that of the door
+    max_queue_s: float | None = None  # seconds in which it must have begun; None: it waits
     constraint: OutputConstraint | None = None  # what params.structured is made of
 
 
@@ -206,6 +210,8 @@ def request_fields(config: ServerConfig) -> tuple[Field, ...]:
     add("stream_options", Structure(_read_stream_options, ({}, {"include_usage": True})), *generation)
     add("request_id", Structure(functools.partial(read_request_id, config=config), ("a-1", "A:1_2.3")), *generation)
     add("cache_salt", identifier, *generation)
+    add("priority", Integer(MIN_PRIORITY, MAX_PRIORITY), *generation)
+    add("max_queue_s", Number(0.0, MAX_QUEUE_S), *generation)
 
     add("add_generation_prompt", Boolean(), *templated)
     add("continue_final_message", Boolean(), *templated, default=False)
@@ -241,7 +247,6 @@ def request_fields(config: ServerConfig) -> tuple[Field, ...]:
     add("store", Only((False,), "is not offered: nothing is kept"), *generation, to="")
     add("service_tier", Only(("auto", "default"), "has no tiers but auto and default"), *generation, to="")
     add("modalities", Only((["text"],), "has text alone"), CHAT, to="")
-    add("priority", Only((0,), "is not offered: requests run in order of arrival"), *generation, to="")
     add("suffix", Only((), "is not offered: text is only continued"), COMPLETIONS, to="")
     add("bad_words", Only(([],), "is not offered: use logit_bias"), *generation, to="")
     add("kv_transfer_params", Only((), "is not for clients to set"), *generation, to="")
@@ -390,6 +395,8 @@ def _common(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, A
         if salt is None
         else hashlib.blake2b(salt.encode("utf-8", "replace"), digest_size=16).digest(),
         "return_token_ids": values["return_token_ids"],
+        "priority": values["priority"],
+        "max_queue_s": values["max_queue_s"],
     }
 
 

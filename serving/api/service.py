@@ -32,6 +32,7 @@ from serving.api.schema import (
 )
 from serving.api.token_text import prompt_text, shown_token
 from serving.request import RequestContext, RequestError, RequestOutput, shown
+from serving.scheduling.tenants import RateLimits
 from serving.status import status_snapshot
 from serving.text.base import TokenizerError
 from serving.text.generation_config import default_fields
@@ -65,6 +66,7 @@ class Service:
         self.num_in_flight = 0
         self._engine: AsyncEngine | None = None
         self._operations: Operations | None = None
+        self._rate_limits: RateLimits | None = None  # known with the engine
         self._defaults: dict[str, Any] = {}
         self._formats = OutputFormats()
         self._is_draining = False
@@ -80,6 +82,7 @@ class Service:
         model_type = ARCHITECTURES[inner.model_config.architecture].model_type
         self._formats = OutputFormats.of_model(self.config, inner.tokenizer, model_type, inner.eos_token_ids)
         self._defaults = default_fields(inner.generation_config, max_model_len=inner.max_model_len)
+        self._rate_limits = RateLimits(inner.scheduling)
         self._engine, self._operations = engine, operations
 
     def drain(self) -> None:
@@ -221,7 +224,8 @@ class Service:
     async def start(self, call: CompletionCall | ChatCall, context: RequestContext | None = None) -> Generation:
         """Check everything about a call before any of it runs. Raises RequestError and UnavailableError.
 
-        context: the tenant and the trace, for metrics and logs; the operation is the call's.
+        context: the tenant and the trace, for metrics and logs, and what the call does not say of its priority and
+        deadline; the operation is the call's. Raises OverloadedError where the tenant is over its rate limits.
         """
         engine = self.engine
         loop = asyncio.get_running_loop()
@@ -242,8 +246,32 @@ class Service:
         else:
             answer = ChatAnswer(call, checked, model=self.model_name, tokenizer=tokenizer, formats=self._formats)
         operation: Literal["chat", "text_completion"] = "chat" if isinstance(call, ChatCall) else "text_completion"
-        context = dataclasses.replace(context or RequestContext(), operation=operation)
-        return Generation(engine, checked, answer, context)
+        context = dataclasses.replace(self._context(call, context or RequestContext()), operation=operation)
+        generation = Generation(engine, checked, answer, context, self._rate_limits)
+        self._check_rate(context.tenant, generation.num_prompt_tokens)
+        return generation
+
+    def _context(self, call: CompletionCall | ChatCall, context: RequestContext) -> RequestContext:
+        """`context` with the call's own priority, and the earlier deadline."""
+        deadline_s = context.deadline_s
+        if call.max_queue_s is not None:
+            call_deadline_s = self.now() + call.max_queue_s
+            deadline_s = call_deadline_s if deadline_s is None else min(deadline_s, call_deadline_s)
+        priority = context.priority if call.priority is None else call.priority
+        return dataclasses.replace(context, priority=priority, deadline_s=deadline_s)
+
+    def _check_rate(self, tenant: str, num_prompt_tokens: int) -> None:
+        assert self._rate_limits is not None
+        retry_after_s = self._rate_limits.try_take(tenant, num_tokens=num_prompt_tokens, now_s=self.now())
+        if retry_after_s:
+            raise OverloadedError(
+                f"tenant {shown(tenant)} may send {self._rate_limits.limits(tenant)}; try again in {retry_after_s} s",
+                retry_after_s=retry_after_s,
+            )
+
+    def now(self) -> float:
+        """The engine's clock, seconds: that of deadlines. Raises UnavailableError."""
+        return self.engine.engine.now()
 
     def _check_prompts(self, engine: AsyncEngine, call: CompletionCall) -> list[CheckedRequest]:
         names = [f"prompt[{i}]" for i in range(len(call.prompts))] if len(call.prompts) > 1 else ["prompt"]
@@ -351,11 +379,22 @@ class Generation:
         checked: Sequence[CheckedRequest],
         answer: Answer,
         context: RequestContext | None = None,
+        rate_limits: RateLimits | None = None,
     ):
         self._engine = engine
         self._context = context
+        self._rate_limits = rate_limits
         self.checked = checked
         self.answer = answer
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.token_ids) for request in self.checked)
+
+    def _count_output(self, delta: OutputDelta) -> None:
+        if self._rate_limits is not None and self._context is not None:
+            now_s = self._engine.engine.now()
+            self._rate_limits.take_output(self._context.tenant, len(delta.new_token_ids), now_s)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, OutputDelta, RequestOutput | None], None]:
         """(index of the prompt, delta, the prompt's whole output beside its last delta)."""
@@ -369,6 +408,7 @@ class Generation:
         try:
             async with contextlib.aclosing(requests) as items:
                 async for item in items:
+                    self._count_output(item[1])
                     yield item
         except EngineDeadError as error:
             raise GivenUpError("the engine is dead") from error

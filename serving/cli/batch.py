@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.run import Configs
+from configs.scheduling import MAX_PRIORITY
 from configs.server import ServerConfig
 from serving.cli.parser import UsageError
 from serving.request import RequestError
@@ -115,18 +116,27 @@ def _read(file: Any, config: ServerConfig) -> Iterator[BatchLine]:
 async def _local_answers(
     lines: Iterator[BatchLine], source: str, configs: Configs, config: ServerConfig, max_in_flight: int
 ) -> Answers:
+    from serving.api.errors import OverloadedError
     from serving.api.service import Service
     from serving.async_engine import AsyncEngine
     from serving.display import ProgressReporter
-    from serving.jobs.lines import answer_request
+    from serving.jobs.lines import BATCH_CONTEXT, answer_request
 
-    engine = AsyncEngine.from_source(source, configs.engine, configs.mesh, progress=ProgressReporter(True))
+    engine = AsyncEngine.from_source(
+        source, configs.engine, configs.mesh, scheduling=configs.scheduling, progress=ProgressReporter(True)
+    )
     service = Service(config, source)
     try:
         service.attach(engine)
 
         async def answer(line: BatchLine) -> tuple[str, LineAnswer]:
-            return line.custom_id, await answer_request(service, line.url, line.body)
+            while True:
+                try:
+                    return line.custom_id, await answer_request(
+                        service, line.url, line.body, context=BATCH_CONTEXT, may_be_overloaded=True
+                    )
+                except OverloadedError as error:  # by rate limits
+                    await asyncio.sleep(error.retry_after_s)
 
         running: set[asyncio.Task[tuple[str, LineAnswer]]] = set()
         try:
@@ -163,7 +173,8 @@ async def _remote_answers(lines: Iterator[BatchLine], target: str, key: str | No
     async def write(stream: Any) -> None:
         for line in lines:
             await room.acquire()
-            http = pb.HttpRequest(url=line.url, body=json.dumps(line.body, ensure_ascii=False).encode())
+            body = {"priority": MAX_PRIORITY, **line.body}
+            http = pb.HttpRequest(url=line.url, body=json.dumps(body, ensure_ascii=False).encode())
             await stream.write(pb.GenerateBatchRequest(id=line.custom_id, http=http))
         await stream.done_writing()
 

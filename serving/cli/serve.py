@@ -209,6 +209,7 @@ def _build(configs: Configs, service: Service) -> Built:
         configs.run.model_source,
         configs.engine,
         configs.mesh,
+        scheduling=configs.scheduling,
         progress=progress,
         render_limits=RenderLimits(max_cpu_s=configs.server.chat_template_s),
     )

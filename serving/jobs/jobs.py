@@ -18,6 +18,7 @@ from serving.api.errors import OverloadedError, UnavailableError
 from serving.api.service import Service
 from serving.jobs.appending import LineFile, read_answer_line
 from serving.jobs.lines import (
+    BATCH_CONTEXT,
     URLS,
     BatchLine,
     LineProblem,
@@ -44,10 +45,9 @@ FULL_RETRY_S = 5.0  # until a job is tried again that the disk had no room for
 
 
 class BatchTurns:
-    """Lets lines of batch jobs in while no request waits.
+    """Lets lines of batch jobs in while no request waits, so that the queue's bounds are left to other requests.
 
-    The engine has no priorities: what has been let in runs like any other request. Where a scheduler knows them, this
-    class goes, and lines are marked instead.
+    What has been let in goes by its priority, the last unless the line has its own (`lines.BATCH_CONTEXT`).
     """
 
     def __init__(self, service: Service):
@@ -331,8 +331,12 @@ class _Run:
             while True:
                 try:
                     async with self._jobs._turns.turn() as started:
-                        answer = await answer_request(self._service, line.url, line.body, started)
+                        answer = await answer_request(
+                            self._service, line.url, line.body, started, context=BATCH_CONTEXT, may_be_overloaded=True
+                        )
                     break
+                except OverloadedError as error:  # by rate limits, which a job has the time to wait for
+                    await asyncio.sleep(error.retry_after_s)
                 except UnavailableError:  # the engine stops: another one may answer
                     await asyncio.sleep(self._service.config.retry_after_s)
             self._add(line.custom_id, output_line(line.custom_id, answer), is_error=answer.is_error)

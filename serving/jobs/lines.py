@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from configs.scheduling import MAX_PRIORITY
 from configs.server import ServerConfig
-from serving.api.errors import UnavailableError, refusal_reason
+from serving.api.errors import OverloadedError, UnavailableError, refusal_reason
 from serving.api.fields import Text, check_keys
 from serving.api.http_errors import error_body, http_error
 from serving.api.service import Service
@@ -17,6 +18,7 @@ from serving.api.strict_json import decode_object
 from serving.request import RequestContext, RequestError, shown
 
 URLS = ("/v1/completions", "/v1/chat/completions")
+BATCH_CONTEXT = RequestContext(priority=MAX_PRIORITY)  # of lines that say nothing of theirs: the last class
 ENVELOPE_BYTES = 4096  # of a line around the body of its request
 
 
@@ -137,8 +139,10 @@ async def answer_request(
     on_first_token: Callable[[], None] = lambda: None,
     *,
     context: RequestContext | None = None,
+    may_be_overloaded: bool = False,
 ) -> LineAnswer:
-    """What HTTP would answer. Raises UnavailableError alone: another try may do better."""
+    """What HTTP would answer. Raises UnavailableError alone, and where it may OverloadedError: another try may do
+    better."""
     parsers = dict(zip(URLS, (service.parse_completion, service.parse_chat), strict=True))
 
     def parse() -> Any:
@@ -157,6 +161,8 @@ async def answer_request(
     except UnavailableError:
         raise
     except Exception as error:
+        if may_be_overloaded and isinstance(error, OverloadedError):
+            raise
         service.count_refusal(refusal_reason(error))
         known = http_error(error)
         return LineAnswer(status_code=known.status, body=error_body(known), request_id=request_id)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from configs.checks import check_bool, check_int, check_int_tuple, fail
 from configs.engine import mixed_decode_sizes
+from configs.scheduling import SchedulingConfig
 from serving.request import Request
 
 
@@ -62,18 +63,19 @@ class SchedulerConfig:
     max_decode_steps: int = 1  # a dispatch decodes 1 or this many steps; at most page_size
     enable_prefix_caching: bool = True
     rope: RopeRegime = RopeRegime()
+    policy: SchedulingConfig = field(default_factory=SchedulingConfig)
     static_batching: bool = False  # admit only into an empty engine: the classic baseline, for comparison
 
     def __post_init__(self) -> None:
-        for field in ("page_size", "query_block", "max_decode_steps"):
-            check_int(self, field, minimum=1)
+        for name in ("page_size", "query_block", "max_decode_steps"):
+            check_int(self, name, minimum=1)
         check_int(self, "num_pages", minimum=2)
         check_int(self, "max_model_len", minimum=2)
-        for field in ("decode_sizes", "prefill_token_buckets"):
-            check_int_tuple(self, field, minimum=1)
-            sizes = getattr(self, field)
+        for name in ("decode_sizes", "prefill_token_buckets"):
+            check_int_tuple(self, name, minimum=1)
+            sizes = getattr(self, name)
             if not sizes or list(sizes) != sorted(set(sizes)):
-                fail(self, field, "must be rising and hold at least one size")
+                fail(self, name, "must be rising and hold at least one size")
         check_bool(self, "enable_prefix_caching")
         check_bool(self, "static_batching")
         if any(size % self.query_block for size in self.prefill_token_buckets):

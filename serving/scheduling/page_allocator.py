@@ -9,7 +9,7 @@ evictable    ref_count 0, in the prefix cache: still found by a prefix hit, take
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from serving.scheduling.prefix_cache import PrefixCache
@@ -26,7 +26,7 @@ class PageAllocator:
         self._prefix_cache = prefix_cache
         self._ref_counts = [0] * num_pages
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack: low ids first
-        self._evictable: dict[int, None] = {}  # least recently used first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first; a dict finds it slowly
         self._quarantine: dict[int, int] = {}  # page id -> the last step that may write it
         self._completed_step = 0
 
@@ -85,8 +85,7 @@ class PageAllocator:
             if self._free:
                 page_id = self._free.pop()
             else:
-                page_id = next(iter(self._evictable))
-                del self._evictable[page_id]
+                page_id, _ = self._evictable.popitem(last=False)
                 assert self._prefix_cache is not None
                 self._prefix_cache.remove(page_id)
                 self.num_evictions += 1

@@ -1,9 +1,9 @@
 """Decides each step: which requests run, how many tokens of each, in which pages.
 
 One rule: a request gets tokens until `num_computed_tokens` catches up with what it has. Chunked prefill, prefix hits
-and recompute after preemption follow from it. One order, that of arrival, serves the queue, the budget and the choice
-of a victim: the youngest gives way, so the oldest always progresses and a request is served the sooner the longer it
-has waited.
+and recompute after preemption follow from it. Who is placed next, `waiting_queue` decides; who is placed goes by class
+and arrival. Who gives way goes by `_keep_rank`: the worst class, borrowers, the fewest output tokens. So the one of the
+best class with the most output always progresses, and of two that push each other out one finishes first.
 
 The engine runs ahead: it calls `schedule()` for the next step before it calls `update()` for the last one. So
 `num_computed_tokens` counts dispatched work; a decoding request's next position is known although its token is not.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -28,7 +28,18 @@ from serving.request import FinishReason, Request, RequestError, RequestStatus
 from serving.scheduling.config import SchedulerConfig
 from serving.scheduling.page_allocator import PageAllocator
 from serving.scheduling.prefix_cache import CachedPage, PageChain, PrefixCache
-from serving.scheduling.schedule import PageAppend, PrefillChunk, Schedule, SlotMove, SlotReset, StepLimits
+from serving.scheduling.schedule import (
+    PageAppend,
+    Preemption,
+    PreemptionReason,
+    PrefillChunk,
+    Schedule,
+    SlotMove,
+    SlotReset,
+    StepLimits,
+)
+from serving.scheduling.tenants import KvBudgets
+from serving.scheduling.waiting_queue import Entry, WaitingQueue
 
 MAX_IDLE_SHARE = 1 / 16  # of the slot steps of a dispatch, while a request waits
 
@@ -72,7 +83,8 @@ class SchedulerStats:
     num_decode_slot_steps: int = 0  # slots of the program * K for each step that decodes: what fixed shapes pay
     num_slot_moves: int = 0  # to lower slots, so that a smaller decode program does
     num_output_tokens: int = 0
-    num_preemptions: int = 0  # for memory
+    num_preemptions: int = 0  # for memory, and for requests of better classes or within their tenants' budgets
+    num_deadline_drops: int = 0  # requests that had no slot by their deadline
     num_rope_restarts: int = 0  # sequences that outgrew their rope regime
     num_prefix_query_tokens: int = 0  # of admitted requests that may read the prefix cache
     num_prefix_hit_tokens: int = 0
@@ -89,8 +101,12 @@ class _Sequence:
     order: int  # of arrival
     max_pages: int  # that it can ever fill
     num_future_tokens: int
+    max_total_tokens: int  # the request's
+    needs_last_token: bool  # the request's
+    entry: Entry[_Sequence] = field(init=False)
     slot: int | None = None
     page_ids: list[int] = field(default_factory=list)
+    num_page_tokens: int = 0  # that these pages hold
     num_hit_pages: int = 0  # of those, from the prefix cache
     chain: PageChain | None = None  # None: no prefix caching
     regime_tokens: int = 0  # positions [0, regime_tokens) may be computed in the rope regime of the K/V
@@ -107,11 +123,6 @@ class _Sequence:
         """Tokens that may still be sampled after the steps in flight."""
         return self.request.max_total_tokens - self.num_future_tokens
 
-    def end_position(self, num_steps: int) -> int:
-        """Where the K/V of a decoding sequence ends after `num_steps` more decode steps: it needs the K/V of all
-        tokens but the last, and stops at max_total_tokens."""
-        return min(self.num_future_tokens - 1 + num_steps, self.request.max_total_tokens - 1)
-
     def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
         """Known tokens of positions [start, stop)."""
         prompt, output = self.request.prompt_token_ids, self.request.output_token_ids
@@ -121,8 +132,8 @@ class _Sequence:
         return prompt[start:num_prompt] + tuple(output[max(start - num_prompt, 0) : stop - num_prompt])
 
 
-def _order(sequence: _Sequence) -> int:
-    return sequence.order
+def _run_order(sequence: _Sequence) -> tuple[int, int]:
+    return sequence.entry.class_index, sequence.order
 
 
 class Scheduler:
@@ -140,8 +151,15 @@ class Scheduler:
         self.prefix_cache = PrefixCache(config.page_size) if config.enable_prefix_caching else None
         self.page_allocator = PageAllocator(config.num_pages, self.prefix_cache)
         self._sequences: dict[str, dict[int, _Sequence]] = {}  # request id -> child index -> unfinished sequence
-        self._waiting: list[_Sequence] = []  # both in order of arrival
-        self._running: list[_Sequence] = []
+        self._waiting: WaitingQueue[_Sequence] = WaitingQueue(config.policy)
+        self._running: list[_Sequence] = []  # by class, then in order of arrival
+        self._num_running_of_class = [0] * len(config.policy.class_names)
+        self._budgets = KvBudgets(config.policy)
+        self._expired: list[Request] = []  # for `take_expired`
+        self._now_s = 0.0  # of the last schedule()
+        self._max_num_seqs = config.max_num_seqs  # of the last schedule(): those that may run, by its limits
+        self._limits: StepLimits | None = None
+        self._preemptions: list[Preemption] = []  # for the next schedule
         self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest first
         self._deactivate: set[int] = set()  # for the next schedule
         self._zero_pages: dict[int, None] = {}  # for the next schedule
@@ -160,12 +178,12 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens, prompt and output, that waiting requests have: what is to be computed less prefix hits."""
-        return sum(s.request.num_tokens for s in list(self._waiting))  # a copy: other threads may ask
+        return sum(entry.item.request.num_tokens for entry in self._waiting)
 
     @property
     def waiting_requests(self) -> list[Request]:
-        """In the order in which they will be admitted."""
-        return [s.request for s in self._waiting]
+        """Those that wait, in order of arrival."""
+        return [entry.item.request for entry in self._waiting]
 
     @property
     def running_requests(self) -> list[tuple[Request, int]]:
@@ -175,8 +193,7 @@ class Scheduler:
     @property
     def num_unused_page_tokens(self) -> int:
         """Tokens that the pages of running requests could hold beyond those they have: the waste of paging."""
-        page_size = self.config.page_size
-        return sum(max(len(s.page_ids) * page_size - s.num_future_tokens, 0) for s in self._running)
+        return sum(max(s.num_page_tokens - s.num_future_tokens, 0) for s in self._running)
 
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step awaits its update."""
@@ -219,11 +236,24 @@ class Scheduler:
         if request.child_index in children:
             raise RequestError("request_id", f"{request.request_id!r} is in use")
         sequence = _Sequence(
-            request=request, order=self._num_added, max_pages=num_pages, num_future_tokens=request.num_tokens
+            request=request,
+            order=self._num_added,
+            max_pages=num_pages,
+            num_future_tokens=request.num_tokens,
+            max_total_tokens=request.max_total_tokens,
+            needs_last_token=request.needs_last_token,
+        )
+        context = request.context
+        sequence.entry = self._waiting.entry(
+            sequence,
+            tenant=context.tenant,
+            priority=context.priority,
+            order=self._num_added,
+            deadline_s=context.deadline_s,
         )
         self._num_added += 1
         children[request.child_index] = sequence
-        self._waiting.append(sequence)
+        self._waiting.push(sequence.entry, num_tokens=request.num_tokens, now_s=request.arrival_time_s)
 
     def abort(self, request_id: str) -> list[Request]:
         """End all unfinished requests of this id, at whatever stage; returns them. Unknown and finished ids: none."""
@@ -247,70 +277,53 @@ class Scheduler:
         self._finish(sequence, reason, stop_reason, error=error)
         return True
 
+    def take_expired(self) -> list[Request]:
+        """Requests that schedule() ended since the last call, for their deadline: no step will tell of them."""
+        expired, self._expired = self._expired, []
+        return expired
+
     # One step
 
     def schedule(self, now_s: float = 0.0, limits: StepLimits | None = None) -> Schedule | None:
-        """Decide the next step, at `now_s` of the caller's clock and within `limits` (None: the config's sizes).
+        """Decide the next step. None: nothing can run now; `needs_drain` tells whether an update would change that.
 
-        None: nothing can run now; `needs_drain` tells whether an update would change that.
+        now_s: of the clock of arrival times and deadlines, seconds. See `take_expired`. limits: what the step may take
+        at most; None: the config's sizes.
         """
         self.needs_drain = False
+        self._now_s = now_s
+        self._limits = limits
+        self._max_num_seqs = self.config.max_num_seqs
+        if limits is not None:
+            self._max_num_seqs = min(max(limits.max_num_seqs, 1), self._max_num_seqs)
+        self._drop_expired()
         self._restart_outgrown_sequences()
-        decoding = self._make_room_to_decode()
-        if decoding is None:
+        resets = self._admit_urgent()
+        ready = None if resets is None else self._make_room_to_decode({reset.slot for reset in resets})
+        if resets is None or ready is None:
             self._give_way()
             return None
+        decoding, lacking, is_one_left_out = ready
 
         moves = self._move_down() if decoding else []
-        appends = [self._append_page(s) for s in self._lacking_pages(decoding, 1)]
-        resets: list[SlotReset] = []
+        appends = [self._append_page(s) for s in lacking]
         chunks: list[PrefillChunk] = []
-        max_tokens = budget = self._prefill_budget(limits, is_alone=not decoding and not self._in_flight)
-        for sequence in self._running:
-            if budget and not sequence.is_decoding:
-                budget -= self._add_chunk(sequence, budget, chunks)
-        is_static = self.config.static_batching
-        may_admit = not (is_static and self._running)
-        while may_admit and self._waiting and self._free_slots and (budget or is_static):
-            sequence = self._waiting[0]
-            if limits is not None and not self._is_within(limits, sequence):
-                break
-            reset = self._try_admit(sequence)
-            if reset is None:
-                break
-            resets.append(reset)
-            if budget:
-                budget -= self._add_chunk(sequence, budget, chunks)
+        max_tokens = self._prefill_tokens(is_alone=not decoding and not self._in_flight)
+        budget = self._prefill(max_tokens, resets, chunks)
         if not decoding and not chunks:
             self._give_way()
             return None
 
         num_decode_steps = 1
-        is_held_back = not max_tokens and len(self._free_slots) > 0 and bool(self._waiting)
-        if not chunks and not is_held_back and self._can_decode_many(decoding):
-            num_decode_steps = self.config.max_decode_steps
-            appends += [self._append_page(s) for s in self._lacking_pages(decoding, num_decode_steps)]
+        # A prompt that only this step's limits hold back is let in by one of the next.
+        is_held_back = not max_tokens and self._has_slot() and bool(self._waiting)
+        if not chunks and not is_one_left_out and not is_held_back:
+            lacking_for_many = self._lacking_for_many(decoding)
+            if lacking_for_many is not None:
+                num_decode_steps = self.config.max_decode_steps
+                appends += [self._append_page(s) for s in lacking_for_many]
         num_padded_tokens = max_tokens - budget
         return self._dispatch(decoding, num_decode_steps, chunks, num_padded_tokens, moves, resets, appends)
-
-    def _prefill_budget(self, limits: StepLimits | None, *, is_alone: bool) -> int:
-        """Tokens, padded, that the step may prefill: whole query blocks."""
-        config = self.config
-        if limits is None or is_alone:
-            return config.max_prefill_tokens
-        return min(limits.max_prefill_tokens, config.max_prefill_tokens) // config.query_block * config.query_block
-
-    def _is_within(self, limits: StepLimits, sequence: _Sequence) -> bool:
-        """Whether one more sequence may run. The first one always may."""
-        if not self._running:
-            return True
-        if len(self._running) >= limits.max_num_seqs:
-            return False
-        background = limits.background_priority
-        if limits.max_background_seqs is None or sequence.request.context.priority < background:
-            return True
-        num_background = sum(s.request.context.priority >= background for s in self._running)
-        return num_background < limits.max_background_seqs
 
     def update(self, schedule: Schedule, tokens: np.ndarray) -> list[StepEvent]:
         """Take in what a step sampled. `tokens`: int32 [num_decode_steps, R], of the first R slots.
@@ -345,71 +358,205 @@ class Scheduler:
                 events.append(self._take_tokens(sequence, slot, columns[slot][:num_steps]))
         return events
 
+    # schedule(): its limits
+
+    def _prefill_tokens(self, *, is_alone: bool) -> int:
+        """Tokens, padded, that the step may prefill: whole query blocks. `is_alone`: nothing decodes or is in flight."""
+        config = self.config
+        if self._limits is None or is_alone:
+            return config.max_prefill_tokens
+        num_tokens = min(self._limits.max_prefill_tokens, config.max_prefill_tokens)
+        return num_tokens // config.query_block * config.query_block
+
+    def _has_slot(self, num_freed: int = 0) -> bool:
+        """Whether one more sequence may run once so many others gave way."""
+        return (num_freed > 0 or bool(self._free_slots)) and len(self._running) - num_freed < self._max_num_seqs
+
+    def _is_within_limits(self, sequence: _Sequence) -> bool:
+        """Whether the step's limits let the sequence run. With none running they do."""
+        limits = self._limits
+        if limits is None or not self._running:
+            return True
+        if limits.max_background_seqs is not None and sequence.request.context.priority >= limits.background_priority:
+            num_background = sum(s.request.context.priority >= limits.background_priority for s in self._running)
+            if num_background >= limits.max_background_seqs:
+                return False
+        return self._has_slot()
+
+    # schedule(): who has waited too long, and who may push others out
+
+    def _drop_expired(self) -> None:
+        for entry in self._waiting.advance(self._now_s):
+            self.stats.num_deadline_drops += 1
+            self._end(entry.item, FinishReason.TIMEOUT, error="it had no slot by its deadline")
+            self._expired.append(entry.item.request)
+
+    def _admit_urgent(self) -> list[SlotReset] | None:
+        """Admit requests for which running ones must give way: those of worse classes, and where a tenant's budget
+        would hold the request, those that others have borrowed for. None: not before the steps in flight are read.
+
+        Nobody gives way in vain, and nobody who was admitted here: the urgent are in before anything else is placed.
+        """
+        resets: list[SlotReset] = []
+        if self.config.static_batching or not self._running:
+            return resets
+        if len(self._num_running_of_class) == 1 and not self._budgets.is_used:
+            return resets
+        budget = self._prefill_tokens(is_alone=False)
+        while budget > 0 and (entry := self._next_entry()) is not None:
+            victims = self._victims_for(entry.item, {reset.slot for reset in resets})
+            if not victims:
+                break
+            if self._in_flight:
+                return None  # the victims' tokens in flight would be lost
+            for victim in victims:
+                self._preempt(victim, for_whom=entry.item.request, reason="priority")
+            reset = self._try_admit(entry.item)
+            if reset is None:
+                break
+            resets.append(reset)
+            budget -= entry.item.request.num_tokens - entry.item.request.num_computed_tokens
+        return resets
+
+    def _victims_for(self, sequence: _Sequence, placed_slots: set[int]) -> list[_Sequence]:
+        """Running sequences to preempt so that a waiting one gets in. None: it gets in without, or not at all."""
+        entry, budgets = sequence.entry, self._budgets
+        base_class = entry.base_class
+        lenders = budgets.borrowers if not self._is_over_budget(entry) else ()
+        first = sum(self._num_running_of_class[: base_class + (not lenders)])
+        able = [
+            s
+            for s in self._running[first:]  # of worse classes, and where tenants borrow of the same
+            if (s.entry.class_index > base_class or (s.entry.class_index == base_class and s.entry.tenant in lenders))
+            and s.slot not in placed_slots
+            and not self._is_worn(s)
+        ]
+        if not able:
+            return []
+        request = sequence.request
+        max_growth = 1 << request.num_preemptions
+        match, num_missing = self._pages_to_take(sequence)
+        hits = {page.page_id for page in match}
+        num_missing += sum(min(s.max_pages - len(s.page_ids), max_growth) for s in self._running)
+        num_missing -= self.page_allocator.num_free_pages
+        victims: list[_Sequence] = []
+        given: Counter[str] = Counter()  # tokens, by tenant
+        released: Counter[int] = Counter()  # holders, by page
+        for victim in sorted(able, key=self._keep_rank, reverse=True):
+            if num_missing <= 0 and self._has_slot(len(victims)):
+                break
+            tenant = victim.entry.tenant
+            if victim.entry.class_index == base_class and budgets.excess(tenant, -given[tenant]) <= 0:
+                continue  # what it borrowed is given back
+            victims.append(victim)
+            given[tenant] += victim.num_page_tokens
+            num_missing -= min(victim.max_pages - len(victim.page_ids), max_growth)
+            for page_id in victim.page_ids:
+                released[page_id] += 1
+                num_missing -= page_id not in hits and released[page_id] == self.page_allocator.ref_count(page_id)
+        return victims if num_missing <= 0 and self._has_slot(len(victims)) else []
+
+    def _is_worn(self, sequence: _Sequence) -> bool:
+        """Whether it gave way as often as it must."""
+        return sequence.request.num_preemptions >= self.config.policy.max_preemptions
+
+    def _keep_rank(self, sequence: _Sequence) -> tuple[bool, int, bool, int, int]:
+        """Running sequences of the least rank are kept, those of the greatest give way: such as may still be asked to,
+        of the worst class, whose tenants borrow, with the fewest output tokens (the cheapest to compute again), and
+        that came last."""
+        entry = sequence.entry
+        return (
+            not self._is_worn(sequence),
+            entry.class_index,
+            entry.tenant in self._budgets.borrowers,
+            -sequence.request.num_output_tokens,
+            sequence.order,
+        )
+
     # schedule(): decode
 
     def _restart_outgrown_sequences(self) -> None:
         """Requeue sequences whose next position lies outside the rope regime of their K/V, once all their tokens are
-        known. Their place in the order stays, so they are the first to be admitted again, as a rule at once."""
-        for sequence in self._decodable():
+        known. They go before all of their class and tenant, so they are admitted again as a rule at once."""
+        if self.config.rope.longrope_limit is None:
+            return  # no regime ends before its sequence
+        for sequence in [s for s in self._running if s.is_decoding and s.num_future_tokens < s.max_total_tokens]:
             if sequence.num_future_tokens > sequence.regime_tokens and sequence.num_in_flight_tokens == 0:
                 self.stats.num_rope_restarts += 1
                 self._suspend(sequence)
 
-    def _decodable(self) -> list[_Sequence]:
-        return [s for s in self._running if s.is_decoding and s.num_future_tokens < s.request.max_total_tokens]
+    def _make_room_to_decode(self, placed_slots: set[int]) -> tuple[list[_Sequence], list[_Sequence], bool] | None:
+        """(the sequences that decode in this step, those of them that take a free page, whether others that could
+        decode do not). None: not before the steps in flight are read.
 
-    def _make_room_to_decode(self) -> list[_Sequence] | None:
-        """The sequences that decode in this step, each with its pages or with a free page to take. None: not before
-        the steps in flight are read.
-
-        Free and evictable pages go to the oldest. Where they do not suffice, the youngest running sequence is
-        preempted; if it is the only one that lacks a page it just sits this step out, keeping what it has. A sequence
-        that needs its last token (`Request.needs_last_token`) sits out while that is in flight.
+        Free and evictable pages go to those of the least `_keep_rank`. Where they do not suffice, the running sequence
+        of the greatest is preempted; if it is the only one that lacks a page it just sits this step out, keeping what
+        it has. One whose slot is in `placed_slots` is not preempted. A sequence that needs its last token
+        (`Request.needs_last_token`) sits out while that is in flight.
         """
-        decoding = [
-            s
-            for s in self._decodable()
-            if s.num_future_tokens <= s.regime_tokens and not (s.request.needs_last_token and s.num_in_flight_tokens)
-        ]
-        while True:
-            lacking = self._lacking_pages(decoding, 1)
-            num_free_pages = self.page_allocator.num_free_pages
-            if len(lacking) <= num_free_pages:
-                return decoding
-            youngest = self._running[-1]
-            if lacking[num_free_pages] is youngest:
-                decoding.remove(youngest)
-                return decoding
+        decoding: list[_Sequence] = []
+        lacking: list[_Sequence] = []
+        is_one_left_out = False
+        for sequence in self._running:  # once a step for each: kept short
+            num_future_tokens = sequence.num_future_tokens
+            if not sequence.is_decoding or num_future_tokens >= sequence.max_total_tokens:
+                continue
+            if num_future_tokens > sequence.regime_tokens or (
+                sequence.needs_last_token and sequence.num_in_flight_tokens
+            ):
+                is_one_left_out = True
+                continue
+            decoding.append(sequence)
+            if num_future_tokens > sequence.num_page_tokens:
+                lacking.append(sequence)
+        while len(lacking) > (num_free_pages := self.page_allocator.num_free_pages):
+            victim = max((s for s in self._running if s.slot not in placed_slots), key=self._keep_rank)
+            lacking.sort(key=self._keep_rank)
+            if lacking[num_free_pages] is victim:
+                decoding.remove(victim)
+                return decoding, lacking[:num_free_pages], True
             if self._in_flight:
                 # Pages in quarantine may do; and a victim's tokens in flight would be lost.
                 return None
-            self._preempt(youngest)
-            if youngest in decoding:
-                decoding.remove(youngest)
+            self._preempt(victim, for_whom=lacking[num_free_pages].request, reason="pages")
+            for sequences in (decoding, lacking):
+                if victim in sequences:
+                    sequences.remove(victim)
+        return decoding, lacking, is_one_left_out
 
-    def _can_decode_many(self, decoding: list[_Sequence]) -> bool:
-        """Whether max_decode_steps in one dispatch serve everybody: no running sequence is left out or needs its last
-        token, some need them all, and pages and rope regimes hold out.
+    def _lacking_for_many(self, decoding: list[_Sequence]) -> list[_Sequence] | None:
+        """The sequences of `decoding`, all that there are, that need a page more for max_decode_steps in one dispatch;
+        none needs two. None where these do not serve everybody: a sequence needs its last token, none needs them all,
+        or pages or rope regimes do not hold out.
 
         A request that waits for a slot or pages lets at most MAX_IDLE_SHARE of the running sequences' steps pass
         after their ends, by length: so few cost less than a dispatch for each step, and admissions in groups fill
         the prefill buckets. An end by stop token is not foreseen, and may keep a request waiting for the dispatch.
         """
         num_steps = self.config.max_decode_steps
-        if num_steps == 1 or len(decoding) < len(self._decodable()):
-            return False
-        if any(s.request.needs_last_token for s in decoding):
-            return False
+        if num_steps == 1:
+            return None
+        lacking = []
+        num_idle, needs_all = 0, False
+        for sequence in decoding:  # once a step for each: kept short
+            num_future_tokens, max_total_tokens = sequence.num_future_tokens, sequence.max_total_tokens
+            num_remaining_tokens = max_total_tokens - num_future_tokens
+            if num_remaining_tokens >= num_steps:
+                needs_all = True
+                end_position = num_future_tokens - 1 + num_steps
+            else:
+                num_idle += num_steps - num_remaining_tokens
+                end_position = max_total_tokens - 1
+            if end_position > sequence.regime_tokens or sequence.needs_last_token:
+                return None
+            if end_position > sequence.num_page_tokens:
+                lacking.append(sequence)
         if self._waiting and not self.config.static_batching:
-            num_idle = sum(max(num_steps - s.num_remaining_tokens, 0) for s in self._running)
+            num_idle += num_steps * (len(self._running) - len(decoding))  # whose last tokens are in flight
             is_useful = num_idle <= MAX_IDLE_SHARE * num_steps * len(self._running)
         else:
-            is_useful = max(s.num_remaining_tokens for s in decoding) >= num_steps
-        return (
-            is_useful
-            and all(s.end_position(num_steps) <= s.regime_tokens for s in decoding)
-            and len(self._lacking_pages(decoding, num_steps)) <= self.page_allocator.num_free_pages
-        )
+            is_useful = needs_all
+        return lacking if is_useful and len(lacking) <= self.page_allocator.num_free_pages else None
 
     def _move_down(self) -> list[SlotMove]:
         """Move sequences out of the slots that only a larger decode program than all of them need reaches."""
@@ -424,18 +571,78 @@ class Scheduler:
         self.stats.num_slot_moves += len(moves)
         return moves
 
-    def _lacking_pages(self, decoding: list[_Sequence], num_steps: int) -> list[_Sequence]:
-        """Those of `decoding` that need a page more for `num_steps` decode steps; none needs two."""
-        page_size = self.config.page_size
-        return [s for s in decoding if s.end_position(num_steps) > len(s.page_ids) * page_size]
-
     def _append_page(self, sequence: _Sequence) -> PageAppend:
         page_ids = self.page_allocator.try_allocate(1)
         assert page_ids is not None and sequence.slot is not None
         sequence.page_ids += page_ids
+        self._count_pages(sequence, len(page_ids))
         return PageAppend(slot=sequence.slot, page_index=len(sequence.page_ids) - 1, page_id=page_ids[0])
 
     # schedule(): prefill
+
+    def _prefill(self, budget: int, resets: list[SlotReset], chunks: list[PrefillChunk]) -> int:
+        """Dispatch chunks of running sequences, and admit. Returns what is left of the budget, tokens.
+
+        A long prompt leaves all but `long_prefill_tokens` of the budget to shorter ones, and takes what they leave.
+        """
+        config = self.config
+        prefilling = [s for s in self._running if not s.is_decoding]
+        long_ones = [s for s in prefilling if s.entry.is_long]
+        num_reserved = self._num_reserved(long_ones)
+        for sequence in prefilling:
+            if budget > num_reserved and not sequence.entry.is_long:
+                budget -= self._add_chunk(sequence, budget - num_reserved, chunks)
+        is_static = config.static_batching
+        may_admit = not (is_static and self._running)
+        while may_admit and self._has_slot() and (budget > num_reserved or is_static):
+            entry = self._next_entry(num_long=len(long_ones))
+            reset = None
+            if entry is not None and self._is_within_limits(entry.item):
+                reset = self._try_admit(entry.item)
+            if entry is None or reset is None:
+                break
+            resets.append(reset)
+            if entry.is_long:
+                long_ones.append(entry.item)
+                num_reserved = self._num_reserved(long_ones)
+            elif budget > num_reserved:
+                budget -= self._add_chunk(entry.item, budget - num_reserved, chunks)
+        for index, sequence in enumerate(long_ones, start=1):
+            if budget:
+                most = min(max(budget - self._num_reserved(long_ones[index:]), config.query_block), budget)
+                budget -= self._add_chunk(sequence, most, chunks)
+        return budget
+
+    def _num_reserved(self, long_ones: list[_Sequence]) -> int:
+        """Tokens of a step's budget that long prompts are sure of, whole query blocks; one block is left to others."""
+        if not long_ones:
+            return 0
+        block, long_tokens = self.config.query_block, self.config.policy.long_prefill_tokens
+        tokens = sum(min(long_tokens, s.request.num_tokens - s.request.num_computed_tokens) for s in long_ones)
+        return min(-(-tokens // block) * block, self.config.max_prefill_tokens - block)
+
+    def _next_entry(self, num_long: int | None = None) -> Entry[_Sequence] | None:
+        """Who is to be placed next. `num_long`: long prompts in prefill; None: that is to be counted."""
+        policy = self.config.policy
+        if not self._waiting:
+            return None
+        may_be_long = True
+        if policy.long_prefill_tokens:
+            if num_long is None:
+                num_long = sum(s.entry.is_long and not s.is_decoding for s in self._running)
+            may_be_long = num_long < policy.max_long_prefills
+        is_over = self._is_over_budget if self._budgets.is_used else None
+        return self._waiting.head(may_be_long=may_be_long, is_over=is_over)
+
+    def _is_over_budget(self, entry: Entry[_Sequence]) -> bool:
+        """Whether its tenant would hold more KV than its budget with it."""
+        return self._budgets.is_used and self._budgets.excess(entry.tenant, entry.num_tokens) > 0
+
+    def _count_pages(self, sequence: _Sequence, num_more: int) -> None:
+        num_tokens = num_more * self.config.page_size
+        sequence.num_page_tokens += num_tokens
+        if self._budgets.is_used:
+            self._budgets.hold(sequence.entry.tenant, num_tokens)
 
     def _add_chunk(self, sequence: _Sequence, budget: int, chunks: list[PrefillChunk]) -> int:
         """Dispatch as many of the sequence's known tokens as `budget` holds. Returns the tokens taken, padded."""
@@ -464,7 +671,7 @@ class Scheduler:
         return num_padded_tokens
 
     def _try_admit(self, sequence: _Sequence) -> SlotReset | None:
-        """Give the first waiting sequence a slot and pages for all its known tokens. None: pages are too few.
+        """Give a waiting sequence a slot and pages for all its known tokens. None: pages are too few.
 
         Pages for the running sequences to grow into are left over, so that an admission does not make the next
         step preempt: one each, and twice as many each time this request was preempted. Once that covers all they
@@ -472,25 +679,27 @@ class Scheduler:
         longest sequence's pages. With nobody running every page is there, so whatever `add` accepted gets in.
         """
         request = sequence.request
-        request.rope_len = self.config.rope.rope_len(request)
-        sequence.regime_tokens = self.config.rope.max_tokens(request)
-        match = self._match_prefix(sequence)
+        match, num_taken_pages = self._pages_to_take(sequence)
         hit_page_ids = [page.page_id for page in match]
-        num_new_pages = self.config.num_pages_for(request.num_tokens) - len(match)
-        num_taken_pages = num_new_pages + sum(self.page_allocator.is_evictable(page_id) for page_id in hit_page_ids)
         max_growth = 1 << request.num_preemptions
-        num_spare_pages = sum(min(s.max_pages - len(s.page_ids), max_growth) for s in self._running)
-        if num_taken_pages + num_spare_pages > self.page_allocator.num_free_pages:
+        num_left_pages = self.page_allocator.num_free_pages - num_taken_pages
+        if num_left_pages < max_growth * len(self._running) and num_left_pages < sum(
+            min(s.max_pages - len(s.page_ids), max_growth) for s in self._running
+        ):
             return None
         for page_id in hit_page_ids:
             self.page_allocator.share(page_id)
-        new_page_ids = self.page_allocator.try_allocate(num_new_pages)
+        new_page_ids = self.page_allocator.try_allocate(self.config.num_pages_for(request.num_tokens) - len(match))
         assert new_page_ids is not None
 
-        self._waiting.remove(sequence)
-        bisect.insort(self._running, sequence, key=_order)
+        for sibling in self._sequences[request.request_id].values():
+            sibling.entry.deadline_s = None  # a request that has begun goes on whole
+        self._waiting.placed(sequence.entry, request.num_tokens - len(match) * self.config.page_size)
+        bisect.insort(self._running, sequence, key=_run_order)
+        self._num_running_of_class[sequence.entry.class_index] += 1
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.page_ids = hit_page_ids + new_page_ids
+        self._count_pages(sequence, len(sequence.page_ids))
         sequence.num_hit_pages = len(match)
         if sequence.chain is not None:
             sequence.chain.restart(match)
@@ -503,6 +712,15 @@ class Scheduler:
             self.stats.num_prefix_query_tokens += request.num_tokens
             self.stats.num_prefix_hit_tokens += num_hit_tokens
         return SlotReset(slot=sequence.slot, request=request, page_ids=tuple(sequence.page_ids))
+
+    def _pages_to_take(self, sequence: _Sequence) -> tuple[list[CachedPage], int]:
+        """(cached pages that hold the first tokens of a waiting sequence, free and evictable pages it would take)."""
+        request = sequence.request
+        request.rope_len = self.config.rope.rope_len(request)
+        sequence.regime_tokens = self.config.rope.max_tokens(request)
+        match = self._match_prefix(sequence)
+        num_new_pages = self.config.num_pages_for(request.num_tokens) - len(match)
+        return match, num_new_pages + sum(self.page_allocator.is_evictable(page.page_id) for page in match)
 
     def _may_read_cache(self, request: Request) -> bool:
         # Log-probs of the prompt need the logits of every prompt position: none can be skipped.
@@ -547,12 +765,17 @@ class Scheduler:
         step_id = self._next_step_id
         self._next_step_id += 1
         decode = []
-        for sequence in decoding:
-            assert sequence.slot is not None
+        for sequence in decoding:  # once a step for each: kept short
+            slot, request, max_total_tokens = sequence.slot, sequence.request, sequence.max_total_tokens
+            assert slot is not None
             sequence.last_step_id = step_id
-            sequence.request.num_computed_tokens = end_position = sequence.end_position(num_decode_steps)
-            sequence.num_future_tokens = end_position + 1
-            decode.append((sequence.slot, sequence.request))
+            # It has the K/V of all tokens but the last, and stops at max_total_tokens.
+            num_future_tokens = sequence.num_future_tokens + num_decode_steps
+            if num_future_tokens > max_total_tokens:
+                num_future_tokens = max_total_tokens
+            sequence.num_future_tokens = num_future_tokens
+            request.num_computed_tokens = num_future_tokens - 1
+            decode.append((slot, request))
         self.stats.num_steps += 1
         bucket, num_decode_slots = self._program_size(decode, chunks, num_padded_tokens)
         if decode:
@@ -570,7 +793,9 @@ class Scheduler:
             num_decode_steps=num_decode_steps,
             prefill=tuple(chunks),
             prefill_bucket=bucket,
+            preemptions=tuple(self._preemptions),
         )
+        self._preemptions.clear()
         self._zero_pages.clear()
         self._deactivate.clear()
         self._in_flight.append(step_id)
@@ -620,6 +845,7 @@ class Scheduler:
         if new_token_ids:
             sequence.num_confirmed_tokens = request.num_tokens - 1  # to sample the last, all before it were computed
         self.stats.num_output_tokens += len(new_token_ids)
+        self._waiting.charge(sequence.entry, len(new_token_ids))
         if error_token_id == NOT_FINITE:
             self._finish_poisoned(sequence)
         else:
@@ -665,11 +891,22 @@ class Scheduler:
         is_stopped: bool = False,
     ) -> None:
         """End a request, waiting or running. is_stopped: the device stopped its slot by itself."""
-        request = sequence.request
         if sequence.slot is None:
-            self._waiting.remove(sequence)
+            self._waiting.remove(sequence.entry)
         else:
             self._release(sequence, is_stopped=is_stopped)
+        self._end(sequence, reason, stop_reason, error=error)
+
+    def _end(
+        self,
+        sequence: _Sequence,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        *,
+        error: str | None = None,
+    ) -> None:
+        """Note the end of a request that neither waits nor runs any more."""
+        request = sequence.request
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
@@ -679,8 +916,17 @@ class Scheduler:
         if not children:
             del self._sequences[request.request_id]
 
-    def _preempt(self, sequence: _Sequence) -> None:
-        """Take the pages of a running sequence. It keeps its output and waits before all that came after it."""
+    def _preempt(self, sequence: _Sequence, *, for_whom: Request, reason: PreemptionReason) -> None:
+        """Take the pages of a running sequence. It keeps its output and goes before all of its class and tenant that
+        were not placed yet."""
+        self._preemptions.append(
+            Preemption(
+                context=sequence.request.context,
+                by=for_whom.context,
+                reason=reason,
+                num_tokens=sequence.request.num_computed_tokens,
+            )
+        )
         self.stats.num_preemptions += 1
         sequence.request.num_preemptions += 1
         self._suspend(sequence)
@@ -691,7 +937,7 @@ class Scheduler:
         request = sequence.request
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
-        bisect.insort(self._waiting, sequence, key=_order)
+        self._waiting.push(sequence.entry, num_tokens=request.num_tokens, now_s=self._now_s)
 
     def _release(self, sequence: _Sequence, *, is_stopped: bool) -> None:
         """Give back slot and pages; the pages are quarantined while a step in flight may write them."""
@@ -701,6 +947,8 @@ class Scheduler:
             self._deactivate.add(sequence.slot)
         heapq.heappush(self._free_slots, sequence.slot)
         self._running.remove(sequence)
+        self._num_running_of_class[sequence.entry.class_index] -= 1
+        self._count_pages(sequence, -len(sequence.page_ids))
         sequence.slot = None
         sequence.page_ids = []
         sequence.num_hit_pages = 0
@@ -726,10 +974,19 @@ class Scheduler:
         assert sorted([*self._free_slots, *(s.slot for s in self._running if s.slot is not None)]) == list(
             range(config.max_num_seqs)
         )
-        for queue in (self._waiting, self._running):
-            assert [s.order for s in queue] == sorted({s.order for s in queue})
-        assert {id(s) for s in self._unfinished()} == {id(s) for s in (*self._waiting, *self._running)}
-        for sequence in self._waiting:
+        self._waiting.check_integrity()
+        waiting = [entry.item for entry in self._waiting]
+        assert list(map(_run_order, self._running)) == sorted({_run_order(s) for s in self._running})
+        assert self._num_running_of_class == [
+            sum(s.entry.class_index == index for s in self._running) for index in range(len(config.policy.class_names))
+        ]
+        assert {id(s) for s in self._unfinished()} == {id(s) for s in (*waiting, *self._running)}
+        held: Counter[str] = Counter()
+        for sequence in self._running:
+            assert sequence.num_page_tokens == len(sequence.page_ids) * config.page_size
+            held[sequence.entry.tenant] += sequence.num_page_tokens
+        assert not self._budgets.is_used or self._budgets.held == held
+        for sequence in waiting:
             request = sequence.request
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), request.status
             assert sequence.slot is None and not sequence.page_ids and sequence.num_in_flight_tokens == 0

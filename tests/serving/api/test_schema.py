@@ -114,8 +114,9 @@ def test_an_unknown_field_is_refused_by_name(endpoint, name):
 REFUSED = [
     (COMPLETIONS, {"suffix": "b"}, "suffix: is not offered"),
     (COMPLETIONS, {"best_of": 2}, "best_of: 2 is not n=1"),
-    (COMPLETIONS, {"priority": 1}, "priority: is not offered"),
-    (COMPLETIONS, {"priority": False}, "priority: is not offered"),
+    (COMPLETIONS, {"priority": False}, "priority: must be an integer"),
+    (COMPLETIONS, {"priority": 2**31}, "priority: must be in"),
+    (COMPLETIONS, {"max_queue_s": -1}, "max_queue_s: must be"),
     (COMPLETIONS, {"kv_transfer_params": {}}, "kv_transfer_params: is not for clients to set"),
     (COMPLETIONS, {"bad_words": ["a"]}, "bad_words: is not offered"),
     (COMPLETIONS, {"stream_options": {}}, "stream_options: needs stream=true"),
@@ -163,7 +164,6 @@ def test_fields_without_a_part_in_the_tokens_change_nothing():
         "service_tier": "auto",
         "prompt_cache_key": "k",
         "safety_identifier": "s",
-        "priority": 0,
     }
     for endpoint in (COMPLETIONS, CHAT):
         assert parse(endpoint, {**SMALLEST[endpoint], **harmless}) == parse(endpoint, SMALLEST[endpoint])

@@ -17,6 +17,7 @@ import pytest
 from checkpoints.errors import CheckpointError
 from configs.engine import EngineConfig, MeshConfig
 from configs.run import RunConfig
+from configs.scheduling import SchedulingConfig
 from serving.__main__ import main
 from serving.cli.flags import field_comments, given_fields
 from serving.cli.parser import build_parser
@@ -37,8 +38,11 @@ class EchoLLM:
 
     made: ClassVar[list[EchoLLM]] = []
 
-    def __init__(self, model: str, *, engine_config: EngineConfig, mesh_config: MeshConfig):
+    def __init__(
+        self, model: str, *, engine_config: EngineConfig, mesh_config: MeshConfig, scheduling_config: SchedulingConfig
+    ):
         self.model, self.engine_config, self.mesh_config = model, engine_config, mesh_config
+        self.scheduling_config = scheduling_config
         self.calls: list[tuple[dict[str, Any], SamplingParams]] = []
         EchoLLM.made.append(self)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from configs.engine import mixed_decode_sizes
-from serving.request import FinishReason, Request, RequestStatus, SamplingParams
+from serving.request import FinishReason, Request, RequestContext, RequestStatus, SamplingParams
 from serving.scheduling.config import RopeRegime, SchedulerConfig
 from serving.scheduling.schedule import Schedule
 from serving.scheduling.scheduler import NO_TOKEN, NOT_FINITE, Scheduler, StepEvent
@@ -186,6 +186,7 @@ class Engine:
 
     config: SchedulerConfig
     depth: int = 1
+    now_s: float = 0.0  # the clock, which tests set
     check_interval: int = 1  # schedules and updates between two integrity checks, which read every page
     scheduler: Scheduler = field(init=False)
     runner: FakeRunner = field(init=False)
@@ -198,6 +199,7 @@ class Engine:
         self.streamed: dict[tuple[str, int], list[int]] = {}
         self.finish_after: dict[tuple[str, int], int] = {}  # a stop string seen after so many output tokens
         self.schedules: list[Schedule] = []
+        self.expired: list[Request] = []
         self.max_unused_page_tokens = 0
         self.num_changes = 0
 
@@ -234,7 +236,8 @@ class Engine:
     def step(self) -> bool:
         """Schedule and dispatch a step, read the one before. False: nothing left to do."""
         scheduler = self.scheduler
-        schedule = scheduler.schedule()
+        schedule = scheduler.schedule(self.now_s)
+        self.expired += scheduler.take_expired()
         self.check_integrity()
         if schedule is None:
             assert scheduler.needs_drain == bool(self.in_flight)
@@ -299,7 +302,7 @@ class Engine:
         for key, request in self.requests.items():
             output, reason, stop_reason = solo(request, self.config.rope)
             stream = self.streamed[key]
-            if request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            if request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT):
                 assert stream == output[: len(stream)], key
             elif request.stop_reason == "stop string":
                 assert stream == output[: self.finish_after[key]], key
@@ -330,6 +333,10 @@ def make_request(
     child_index: int = 0,
     seed: int = 0,
     cache_salt: bytes = b"",
+    tenant: str = "default",
+    priority: int = 0,
+    deadline_s: float | None = None,
+    arrival_time_s: float = 0.0,
     **params,
 ) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, **params)
@@ -342,6 +349,8 @@ def make_request(
         child_index=child_index,
         seed=seed,
         cache_salt=cache_salt,
+        context=RequestContext(tenant=tenant, priority=priority, deadline_s=deadline_s),
+        arrival_time_s=arrival_time_s,
     )
 
 
