@@ -66,9 +66,7 @@ def scheduler_config() -> SchedulerConfig:
 def controlled(targets: SchedulingConfig) -> tuple[Simulator, SloController]:
     simulator = Simulator(Scheduler(scheduler_config()), NoisyStepTime())
     config = simulator.scheduler.config
-    controller = SloController(
-        simulator.scheduler, targets, OnlineStepTime(PRIOR, config.prefill_token_buckets)
-    )
+    controller = SloController(simulator.scheduler, targets, OnlineStepTime(PRIOR, config.prefill_token_buckets))
     simulator.limits, simulator.observe = controller.limits, controller.observe
     return simulator, controller
 
@@ -85,7 +83,9 @@ def good_rate(result: RunResult, tpot_s: float, start_s: float, end_s: float) ->
     good = [
         r
         for r in result.requests
-        if r.is_complete and r.last_token_s is not None and start_s <= r.last_token_s < end_s
+        if r.is_complete
+        and r.last_token_s is not None
+        and start_s <= r.last_token_s < end_s
         and (r.tpot_s is None or r.tpot_s <= tpot_s)
     ]
     return len(good) / (end_s - start_s)
@@ -107,7 +107,9 @@ def batch(traces: Path, seconds: float, names: list[str], tpots: list[float]) ->
             rates = {key: good_rate(value, tpot_s, start_s, seconds) for key, value in results.items()}
             best = max(rates, key=lambda key: rates[key])
             ours = good_rate(result, tpot_s, start_s, seconds)
-            ended = [r for r in result.requests if r.is_complete and r.last_token_s is not None and r.last_token_s >= start_s]
+            ended = [
+                r for r in result.requests if r.is_complete and r.last_token_s is not None and r.last_token_s >= start_s
+            ]
             figures = {
                 "trace": name,
                 "tpot_ms": tpot_s * 1e3,

@@ -92,9 +92,7 @@ class AdmissionControl:
         excess_s = self.caution * wait_s - MARGIN * self._limit_s(class_index)
         # With nobody ahead the prompt itself takes too long: refusing it would not help it later.
         if excess_s > 0 and (num_ahead or snapshot.num_free_slots < num_requests):
-            return Decision(
-                action="refuse", wait_s=wait_s, retry_after_s=min(max(math.ceil(excess_s), 1), MAX_RETRY_S)
-            )
+            return Decision(action="refuse", wait_s=wait_s, retry_after_s=min(max(math.ceil(excess_s), 1), MAX_RETRY_S))
         return Decision(action="queue" if num_ahead else "accept", wait_s=wait_s)
 
     def take(self, priority: int, num_tokens: int, now_s: float, *, num_requests: int = 1) -> Decision:

@@ -31,6 +31,7 @@ MAX_RISE = 1.15  # of the batch from one decision to the next
 BATCH_STEP = 1.15  # between the batches that are compared
 STAYING = 1.02  # how much better another batch must be
 TIE = 1.005
+RATE_S = 10.0  # in which rates forget
 LEAST_PREFILL = 0.1  # of steps
 FILLING = 0.85  # of the batch: below it, prompts come in as fast as targets allow, above it at the least cost
 
@@ -78,6 +79,8 @@ class SloController:
         self._pairs_a_token = 0.0  # of prefill
         self._pending_s = 0.0  # of the step that is in flight, as predicted when it was allowed
         self._horizon = 1
+        self._tokens_per_s = 0.0  # output, of late
+        self._counted_s: float | None = None
         self._num_interactive = 0.0  # running of late, with a target
 
     # Observations
@@ -92,8 +95,13 @@ class SloController:
             pairs = work.prefill_kv_pairs / work.num_prefill_tokens
             self._pairs_a_token += (pairs - self._pairs_a_token) * (0.05 if self._pairs_a_token else 1.0)
 
-    def _count_ended(self) -> None:
+    def _count_ended(self, now_s: float) -> None:
         num_output_tokens = self.scheduler.stats.num_output_tokens
+        passed_s = 0.0 if self._counted_s is None else now_s - self._counted_s
+        if passed_s > 0:
+            rate = (num_output_tokens - self._num_output_tokens) / passed_s
+            self._tokens_per_s += (rate - self._tokens_per_s) * -math.expm1(-passed_s / RATE_S)
+        self._counted_s = now_s
         self.lengths.sampled(num_output_tokens - self._num_output_tokens)
         self._num_output_tokens = num_output_tokens
         for request in self._running:
@@ -116,12 +124,12 @@ class SloController:
     # Limits
 
     def limits(self, now_s: float) -> StepLimits:
-        self._count_ended()
+        self._count_ended(now_s)
         scheduler = self.scheduler
         running = scheduler.running_requests
         self._running = [request for request, _ in running]
         self._waiting = scheduler.waiting_requests
-        target_s = self._target_s([*self._running, *self._waiting[:1]])
+        target_s = self._target_s([*self._running, *self._waiting])
         if self._steps_to_plan <= 0:
             self._steps_to_plan = REPLAN_STEPS
             self._horizon = max(self.lengths.output_quantile(DEBT_SHARE), 1)
@@ -147,7 +155,8 @@ class SloController:
     def _target_s(self, requests: Iterable[Request]) -> float:
         """The tightest TPOT of these requests; 0: none has one. Never below `_least_s`."""
         targets = self.targets
-        found = {targets.class_tpot_s[targets.class_of(request.context.priority)] for request in requests}
+        priorities = {request.context.priority for request in requests}
+        found = [targets.class_tpot_s[targets.class_of(priority)] for priority in priorities]
         target_s = min((s for s in found if s), default=0.0)
         return max(target_s * self.tpot_share, self._least_s()) if target_s else 0.0
 
@@ -243,7 +252,9 @@ class SloController:
             time_s=now_s,
             waiting_requests=tuple(num_waiting),
             waiting_tokens=tuple(tokens),
-            prefilling_tokens=sum(r.num_tokens - r.num_computed_tokens for r in self._running if not r.num_output_tokens),
+            prefilling_tokens=sum(
+                r.num_tokens - r.num_computed_tokens for r in self._running if not r.num_output_tokens
+            ),
             num_free_slots=max(self._max_num_seqs - len(self._running), 0),
             free_kv_tokens=self._free_kv_tokens,
             prefill_tokens_per_s=max(rate, 1e-9),
@@ -252,6 +263,22 @@ class SloController:
             ended_kv_tokens=lengths.mean_prompt_tokens + lengths.mean_output_tokens,
             step_s=plan.step_s,
         )
+
+    def saturation(self) -> dict[str, float]:
+        """How much of what can be sustained is used, 0 to 1, by what would run out; the largest is what does.
+
+        compute: output tokens a second of late, of those that the planned batch would bring; slots: that have a
+        sequence, of those that may; pages: that those running will come to need, by expectation.
+        """
+        config, plan = self.scheduler.config, self.plan
+        pool_tokens = (config.num_pages - 1) * config.page_size
+        planned = plan.num_busy / plan.step_s if plan.step_s else math.inf
+        num_running = self.scheduler.num_running
+        return {
+            "compute": min(self._tokens_per_s / planned, 1.0) if num_running else 0.0,
+            "slots": min(num_running / self._max_num_seqs, 1.0),
+            "pages": min(max(1 - self._free_kv_tokens / pool_tokens, 0.0), 1.0) if num_running else 0.0,
+        }
 
     # The running batch
 
@@ -291,7 +318,9 @@ class SloController:
     def _batches(self, highest: int) -> list[int]:
         """Batches to choose from: each program's size, and some between them."""
         sizes = {size for size in self.scheduler.config.decode_sizes if size <= highest}
-        sizes |= {min(round(BATCH_STEP**power), highest) for power in range(math.ceil(math.log(highest, BATCH_STEP)) + 1)}
+        sizes |= {
+            min(round(BATCH_STEP**power), highest) for power in range(math.ceil(math.log(highest, BATCH_STEP)) + 1)
+        }
         return sorted(sizes)
 
     def _sustained(self, num_rows: int, bucket: int) -> tuple[float, float]:
@@ -334,7 +363,7 @@ class SloController:
         self._free_kv_tokens = pool_tokens - held_tokens - len(running) * new_remaining
         if not running or self._free_kv_tokens > 0.5 * pool_tokens:
             return config.max_num_seqs
-        ends = []
+        ends: list[tuple[float, float]] = []
         for request, num_tokens in running:
             remaining = lengths.remaining_tokens(num_tokens - request.num_prompt_tokens)
             ends.append((min(remaining, request.max_total_tokens - num_tokens), num_tokens))
