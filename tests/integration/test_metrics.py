@@ -63,8 +63,8 @@ class Log:
         scheduler, runner = engine.scheduler, engine.runner
         schedule, dispatch, update = scheduler.schedule, runner.dispatch, scheduler.update
 
-        def logged_schedule():
-            decision = schedule()
+        def logged_schedule(*args):
+            decision = schedule(*args)
             self.num_drains += decision is None and scheduler.needs_drain
             return decision
 
