@@ -31,7 +31,7 @@ MAX_RISE = 1.15  # of the batch from one decision to the next
 BATCH_STEP = 1.15  # between the batches that are compared
 STAYING = 1.02  # how much better another batch must be
 TIE = 1.005
-RATE_S = 10.0  # in which rates forget
+RATE_S = 3.0  # in which rates forget
 LEAST_PREFILL = 0.1  # of steps
 FILLING = 0.85  # of the batch: below it, prompts come in as fast as targets allow, above it at the least cost
 
@@ -194,9 +194,13 @@ class SloController:
         bucket, step_s = 0, decode_s
         if has_prompts:
             # A batch that is far from full has prompts come in fast; one that is full has them at the least cost.
-            is_filling = not num_rows or not target_s or len(running) < FILLING * self.plan.num_busy
+            largest = self.plan.prefill_bucket
+            if not num_rows or not target_s:
+                largest = buckets[-1]
+            elif len(running) < FILLING * self.plan.num_busy:
+                largest = self._fastest_bucket(num_rows, target_s)
             for size in buckets:
-                if size > self.plan.prefill_bucket and not is_filling:
+                if size > largest:
                     break
                 with_bucket_s = self.step_time.predict_s(self._work(num_rows, size))
                 if with_bucket_s > allowed_s:
@@ -204,6 +208,15 @@ class SloController:
                 bucket, step_s = size, with_bucket_s
         self._pending_s = step_s
         return bucket if has_prompts else buckets[-1]
+
+    def _fastest_bucket(self, num_rows: int, target_s: float) -> int:
+        """With which prompts come in fastest beside so many rows, in steps that meet the target on average; the largest
+        of those that are about as fast."""
+        rates = {
+            bucket: self._prefill_rate(num_rows, (bucket,), target_s)
+            for bucket in self.scheduler.config.prefill_token_buckets
+        }
+        return max(bucket for bucket, rate in rates.items() if rate >= max(rates.values()) / TIE)
 
     def _allowed_s(self, running: list[tuple[Request, int]], decode_s: float, now_s: float) -> float:
         """What the next step may take, so that every request meets its target by its horizon.

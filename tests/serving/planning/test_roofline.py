@@ -31,18 +31,14 @@ def test_the_cost_of_an_8b_model_is_that_of_its_config(llama):
     ids=["1x1024", "128x1024", "256x1024", "128x4096"],
 )
 def test_decode_steps_of_an_h200_are_right_within_two_fifths(llama, num_slots, num_keys, measured_s):
-    model = RooflineStepTime(
-        cost=config_cost(llama, weight_bytes=2, kv_bytes=2), peaks=hardware_peaks("NVIDIA H200")
-    )
+    model = RooflineStepTime(cost=config_cost(llama, weight_bytes=2, kv_bytes=2), peaks=hardware_peaks("NVIDIA H200"))
     work = StepWork(num_decode_slots=num_slots, num_decode_rows=num_slots, decode_kv_tokens=num_keys)
     assert 0.6 < model.predict_s(work) / measured_s < 1.2
 
 
 def test_a_prompt_takes_its_products_and_devices_share_them(llama):
     cost = config_cost(llama, weight_bytes=2, kv_bytes=2)
-    one, two = (
-        RooflineStepTime(cost=cost, peaks=hardware_peaks("NVIDIA H200"), num_devices=n) for n in (1, 2)
-    )
+    one, two = (RooflineStepTime(cost=cost, peaks=hardware_peaks("NVIDIA H200"), num_devices=n) for n in (1, 2))
     work = StepWork(prefill_bucket=4096, num_prefill_tokens=4096, prefill_kv_pairs=4096 * 4097 // 2)
     assert 30_000 < 4096 / one.predict_s(work) < 60_000
     assert one.predict_s(work) > 1.7 * two.predict_s(work)

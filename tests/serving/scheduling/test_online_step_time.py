@@ -53,9 +53,7 @@ def learn(model, device, rng, context, count, *, noise=0.03, outliers=0.01):
 
 
 def mean_error(model, device, rng, context):
-    return float(
-        np.mean([abs(model.predict_s(w) / device.predict_s(w) - 1) for w in works(rng, context, 200)])
-    )
+    return float(np.mean([abs(model.predict_s(w) / device.predict_s(w) - 1) for w in works(rng, context, 200)]))
 
 
 @pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
