@@ -63,7 +63,7 @@ from serving.text.chat_messages import check_messages, check_objects, plain_json
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = ENDPOINTS = ("completions", "chat", "tokenize", "detokenize")
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_INT32 = 2**31 - 1
-MAX_QUEUE_S = 86400.0
+MIN_QUEUE_S, MAX_QUEUE_S = 0.001, 86400.0
 # vLLM's names before structured_outputs.
 GUIDED = {f"guided_{key}": key for key in ("json", "regex", "choice", "grammar")}
 
@@ -211,7 +211,7 @@ def request_fields(config: ServerConfig) -> tuple[Field, ...]:
     add("request_id", Structure(functools.partial(read_request_id, config=config), ("a-1", "A:1_2.3")), *generation)
     add("cache_salt", identifier, *generation)
     add("priority", Integer(MIN_PRIORITY, MAX_PRIORITY), *generation)
-    add("max_queue_s", Number(0.0, MAX_QUEUE_S), *generation)
+    add("max_queue_s", Number(MIN_QUEUE_S, MAX_QUEUE_S), *generation)
 
     add("add_generation_prompt", Boolean(), *templated)
     add("continue_final_message", Boolean(), *templated, default=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.engine import EngineConfig, MeshConfig
+from configs.scheduling import SchedulingConfig
 from configs.server import ServerConfig
 from serving.api.http_server import HttpServer, build_app
 from serving.api.service import Service
@@ -51,7 +52,9 @@ def byte_tokenizer(*, template: str | None = TEMPLATE, adds_bos: bool = True) ->
     return tokenizer
 
 
-def tiny_engine(*, template: str = TEMPLATE, context: int = CONTEXT) -> AsyncEngine:
+def tiny_engine(
+    *, template: str = TEMPLATE, context: int = CONTEXT, scheduling: SchedulingConfig | None = None
+) -> AsyncEngine:
     """Random weights, 301 tokens, eight slots, 128 pages of 8 tokens; no token ends its output but 7."""
     config = EngineConfig(
         dtype="float32",
@@ -63,7 +66,7 @@ def tiny_engine(*, template: str = TEMPLATE, context: int = CONTEXT) -> AsyncEng
         max_decode_steps=1,
         num_pages=129,
     )
-    engine = build_engine(f"dummy:{TINY}", config, MeshConfig())
+    engine = build_engine(f"dummy:{TINY}", config, MeshConfig(), scheduling=scheduling)
     engine.tokenizer = byte_tokenizer(template=template)
     engine._grammars = GrammarCompiler(engine.tokenizer, VOCAB_SIZE, engine.eos_token_ids)
     return AsyncEngine(engine)

@@ -252,7 +252,12 @@ def test_s67_every_value_gets_the_verdict_that_http_gives_and_hurts_nobody(clien
 def test_s67_a_batch_gives_the_same_verdicts_as_http_for_any_json(client, http):
     seed = random.randrange(2**32)
     print("seed", seed)
-    cases = [(e, field.name, value) for e, field in fields_of(CONFIG) if e in PATHS for value in edge_values(field)]
+    cases = [
+        (e, field.name, value)
+        for e, field in fields_of(CONFIG)
+        if e in PATHS and field.name != "max_queue_s"  # its verdict depends on the time
+        for value in edge_values(field)
+    ]
     bodies = [
         (PATHS[endpoint], json.dumps({**SMALLEST[endpoint], "max_tokens": 1, name: value}).encode())
         for endpoint, name, value in random.Random(seed).sample(cases, 300)
