@@ -28,11 +28,14 @@ class LoadSnapshot:
     time_s: float
     waiting_requests: tuple[int, ...]  # by class
     waiting_tokens: tuple[int, ...]  # by class
+    waiting_pairs: tuple[int, ...]  # of their queries and keys, by class: what makes long prompts dear
     prefilling_tokens: int  # to compute of the prompts that have a slot
     num_free_slots: int  # of those that may run
     free_kv_tokens: float  # places that those running will not come to need
     prefill_tokens_per_s: float  # now
     full_prefill_tokens_per_s: float  # once the batch is full
+    pairs_a_token: float  # that the rates include
+    pair_s: float  # of each one more
     ends_per_s: float  # requests, which give back a slot
     ended_kv_tokens: float  # places that each of them gives back
     step_s: float
@@ -47,11 +50,23 @@ class Decision:
     retry_after_s: int = 0  # of a refused one: predicted until it would be taken
 
 
-def predicted_wait_s(snapshot: LoadSnapshot, num_tokens: int, num_ahead: int, tokens_ahead: int) -> float:
+def num_pairs(num_tokens: int) -> int:
+    """Of a query and a key that it sees, in a prompt."""
+    return num_tokens * (num_tokens + 1) // 2
+
+
+def predicted_wait_s(
+    snapshot: LoadSnapshot, num_tokens: int, num_ahead: int, tokens_ahead: int, pairs_ahead: int = 0
+) -> float:
     """Seconds to the first token of a prompt of `num_tokens`, with so many requests and their tokens to go before it:
     what takes longest of computing them, of slots and of pages to come free, and then its own prefill."""
-    own_s = num_tokens / snapshot.prefill_tokens_per_s
+
+    def more_pairs_s(tokens: int, pairs: int) -> float:
+        return snapshot.pair_s * max(pairs - tokens * snapshot.pairs_a_token, 0.0)
+
+    own_s = num_tokens / snapshot.prefill_tokens_per_s + more_pairs_s(num_tokens, num_pairs(num_tokens))
     prefill_s = (snapshot.prefilling_tokens + tokens_ahead) / snapshot.full_prefill_tokens_per_s
+    prefill_s += more_pairs_s(tokens_ahead, pairs_ahead)
     num_missing = num_ahead + 1 - snapshot.num_free_slots
     slots_s = num_missing / snapshot.ends_per_s if num_missing > 0 else 0.0
     missing_tokens = tokens_ahead + num_tokens - snapshot.free_kv_tokens
@@ -84,11 +99,13 @@ class AdmissionControl:
             self._taken.popleft()
         num_ahead = sum(snapshot.waiting_requests[: class_index + 1])
         tokens_ahead = sum(snapshot.waiting_tokens[: class_index + 1])
+        pairs_ahead = sum(snapshot.waiting_pairs[: class_index + 1])
         for _, other_index, count, tokens in self._taken:
             if other_index <= class_index:
                 num_ahead += count
                 tokens_ahead += tokens
-        wait_s = predicted_wait_s(snapshot, num_tokens, num_ahead + num_requests - 1, tokens_ahead)
+                pairs_ahead += num_pairs(tokens)
+        wait_s = predicted_wait_s(snapshot, num_tokens, num_ahead + num_requests - 1, tokens_ahead, pairs_ahead)
         excess_s = self.caution * wait_s - MARGIN * self._limit_s(class_index)
         # With nobody ahead the prompt itself takes too long: refusing it would not help it later.
         if excess_s > 0 and (num_ahead or snapshot.num_free_slots < num_requests):

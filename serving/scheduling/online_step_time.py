@@ -61,6 +61,11 @@ class OnlineStepTime:
         """Half of the steps of late were nearer to their prediction, as a share of it."""
         return self._median_error
 
+    @property
+    def pair_s(self) -> float:
+        """Seconds of a query times a key of prefill, in all layers."""
+        return self._costs[-1]
+
     def _counts(self, work: StepWork) -> tuple[int, int, int, int, int]:
         column = self._columns.get(work.prefill_bucket, len(self._columns) - 1)
         num_slots = work.num_decode_slots * work.num_decode_steps

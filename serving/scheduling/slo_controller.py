@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from configs.scheduling import SchedulingConfig
 from serving.request import Request
-from serving.scheduling.admission import LoadSnapshot
+from serving.scheduling.admission import LoadSnapshot, num_pairs
 from serving.scheduling.lengths import LengthStats
 from serving.scheduling.online_step_time import OnlineStepTime
 from serving.scheduling.schedule import StepLimits
@@ -252,10 +252,12 @@ class SloController:
         targets, plan, lengths = self.targets, self.plan, self.lengths
         num_waiting = [0] * len(targets.class_names)
         tokens = [0] * len(targets.class_names)
+        pairs = [0] * len(targets.class_names)
         for request in self._waiting:
             index = targets.class_of(request.context.priority)
             num_waiting[index] += 1
             tokens[index] += request.num_tokens
+            pairs[index] += num_pairs(request.num_tokens)
         rate = plan.full_prefill_tokens_per_s
         if not self._waiting and len(self._running) < FILLING * plan.num_busy:
             num_rows = sum(request.num_output_tokens > 0 for request in self._running)
@@ -265,6 +267,7 @@ class SloController:
             time_s=now_s,
             waiting_requests=tuple(num_waiting),
             waiting_tokens=tuple(tokens),
+            waiting_pairs=tuple(pairs),
             prefilling_tokens=sum(
                 r.num_tokens - r.num_computed_tokens for r in self._running if not r.num_output_tokens
             ),
@@ -272,6 +275,8 @@ class SloController:
             free_kv_tokens=self._free_kv_tokens,
             prefill_tokens_per_s=max(rate, 1e-9),
             full_prefill_tokens_per_s=max(plan.full_prefill_tokens_per_s, 1e-9),
+            pairs_a_token=self._pairs_a_token,
+            pair_s=self.step_time.pair_s,
             ends_per_s=max(plan.requests_per_s, 1e-9),
             ended_kv_tokens=lengths.mean_prompt_tokens + lengths.mean_output_tokens,
             step_s=plan.step_s,

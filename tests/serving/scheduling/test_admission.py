@@ -17,11 +17,14 @@ IDLE = LoadSnapshot(
     time_s=10.0,
     waiting_requests=(0, 0),
     waiting_tokens=(0, 0),
+    waiting_pairs=(0, 0),
     prefilling_tokens=0,
     num_free_slots=8,
     free_kv_tokens=100_000,
     prefill_tokens_per_s=10_000.0,
     full_prefill_tokens_per_s=5_000.0,
+    pairs_a_token=501.0,
+    pair_s=1e-8,
     ends_per_s=4.0,
     ended_kv_tokens=2_000.0,
     step_s=0.01,
@@ -48,6 +51,13 @@ def control(**changes) -> AdmissionControl:
 def test_a_wait_is_what_takes_longest_and_then_the_own_prefill(changes, wait_s):
     snapshot = dataclasses.replace(IDLE, **changes)
     assert predicted_wait_s(snapshot, 1_000, 0, 0) == pytest.approx(wait_s + 2 * IDLE.step_s)
+
+
+def test_a_long_prompt_is_dearer_than_its_tokens():
+    short, long = predicted_wait_s(IDLE, 1_000, 0, 0), predicted_wait_s(IDLE, 20_000, 0, 0)
+    assert long - 2 * IDLE.step_s > 1.5 * 20 * (short - 2 * IDLE.step_s)
+    pairs = 20_000 * 20_001 // 2
+    assert predicted_wait_s(IDLE, 1_000, 1, 20_000, pairs) > predicted_wait_s(IDLE, 1_000, 1, 20_000, 20_000 * 500) + 1
 
 
 def test_an_idle_engine_accepts_and_a_busy_one_queues_then_refuses():
