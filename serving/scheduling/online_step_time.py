@@ -14,6 +14,7 @@ PRIOR_STEPS = 0.05  # what the prior weighs, in steps: it decides only what the 
 TOLERANCE = 4.0  # median errors that a step may be off and count in full
 MIN_TOLERANCE = 0.1  # however exact the others were, a step this far off, as a share of it, counts in full
 MEDIAN_STEP = 1.08
+MIN_S = 1e-9
 DRIFT_STEPS, DRIFT = 16, 0.05  # so many steps in a row that took more, or less, by this share: all costs have changed
 SOLVE_EVERY = 8  # steps, once so many were seen: a coefficient hardly moves in between
 
@@ -74,7 +75,8 @@ class OnlineStepTime:
     def predict_s(self, work: StepWork) -> float:
         column, num_steps, num_slots, num_keys, num_pairs = self._counts(work)
         costs = self._costs
-        return costs[column] * num_steps + costs[-3] * num_slots + costs[-2] * num_keys + costs[-1] * num_pairs
+        seconds = costs[column] * num_steps + costs[-3] * num_slots + costs[-2] * num_keys + costs[-1] * num_pairs
+        return max(seconds, MIN_S)
 
     def observe(self, work: StepWork, duration_s: float) -> None:
         """A dispatch of this work took so long. Durations that are not above 0 are passed over."""

@@ -1,8 +1,8 @@
 """Decides each step how many prompt tokens it may take beside the decoding rows, and how many sequences may run.
 
 The mean time of a request's output tokens (TPOT) is what was promised, so a request that is ahead of its target lends
-what it has gained: a step may take as long as every running request can still make good. Of the running batch, the
-controller takes the largest that can be sustained: B sequences end B / O a step (O the mean output), each end brings
+what it has gained: a step may take as long as every running request can still make good. As many sequences run as end
+the most requests a second and can be sustained: of B that run, B / O end in a step (O the mean output), each end brings
 a prompt of P tokens to compute, and the steps with that share of prefill must meet the target on average.
 """
 
@@ -30,9 +30,9 @@ POOL_SHARE = 0.97  # of the pages that running sequences may come to need by exp
 MAX_RISE = 1.15  # of the batch from one decision to the next
 BATCH_STEP = 1.15  # between the batches that are compared
 STAYING = 1.02  # how much better another batch must be
-TIE = 1.005
+TIE = 1.005  # between rates that count as equal
 RATE_S = 3.0  # in which rates forget
-LEAST_PREFILL = 0.1  # of steps
+LEAST_PREFILL = 0.1  # of steps carry prompts, however tight the target
 FILLING = 0.85  # of the batch: below it, prompts come in as fast as targets allow, above it at the least cost
 
 
@@ -46,7 +46,6 @@ class Plan:
     step_s: float  # mean of a step at that batch
     full_prefill_tokens_per_s: float  # beside the whole batch
     requests_per_s: float  # that end, and so can begin, at that batch
-    bound: str  # what keeps the batch from being larger: compute, slots or pages
 
 
 class SloController:
@@ -67,7 +66,6 @@ class SloController:
             step_s=0.0,
             full_prefill_tokens_per_s=math.inf,
             requests_per_s=math.inf,
-            bound="slots",
         )
         self._running: list[Request] = []
         self._waiting: list[Request] = []  # in the order of admission
@@ -133,7 +131,8 @@ class SloController:
         if self._steps_to_plan <= 0:
             self._steps_to_plan = REPLAN_STEPS
             self._horizon = max(self.lengths.output_quantile(DEBT_SHARE), 1)
-            self.plan = self._make_plan(target_s)
+            # Whoever runs now, the batch leaves room for the class with the tightest target.
+            self.plan = self._make_plan(self._tightest_s(self.targets.class_tpot_s))
         self._steps_to_plan -= 1
         max_prefill_tokens = self._prefill_tokens(running, target_s, now_s)
         max_num_seqs = max(min(self.plan.max_num_seqs, self._num_that_fit(running)), 1)
@@ -153,11 +152,14 @@ class SloController:
         )
 
     def _target_s(self, requests: Iterable[Request]) -> float:
-        """The tightest TPOT of these requests; 0: none has one. Never below `_least_s`."""
+        """The tightest TPOT of these requests; 0: none has one."""
         targets = self.targets
         priorities = {request.context.priority for request in requests}
-        found = [targets.class_tpot_s[targets.class_of(priority)] for priority in priorities]
-        target_s = min((s for s in found if s), default=0.0)
+        return self._tightest_s(targets.class_tpot_s[targets.class_of(priority)] for priority in priorities)
+
+    def _tightest_s(self, targets_s: Iterable[float]) -> float:
+        """What is aimed at for the tightest of these targets, 0 those that are none. Never below `_least_s`."""
+        target_s = min((s for s in targets_s if s), default=0.0)
         return max(target_s * self.tpot_share, self._least_s()) if target_s else 0.0
 
     def _least_s(self) -> float:
@@ -180,8 +182,7 @@ class SloController:
 
     def _prefill_tokens(self, running: list[tuple[Request, int]], target_s: float, now_s: float) -> int:
         """The largest bucket with which every running request can still meet its target, by prediction; 0: none."""
-        scheduler = self.scheduler
-        buckets = scheduler.config.prefill_token_buckets
+        buckets = self.scheduler.config.prefill_token_buckets
         has_prompts = bool(self._waiting) or any(
             request.num_computed_tokens < request.num_tokens for request, _ in running
         )
@@ -226,10 +227,7 @@ class SloController:
         """
         targets, horizon = self.targets, self._horizon
         end_s = now_s + self._pending_s
-        shortest_s = self._least_s()
-        target_of = [
-            max(target_s * self.tpot_share, shortest_s) if target_s else 0.0 for target_s in targets.class_tpot_s
-        ]
+        target_of = [self._tightest_s((target_s,)) for target_s in targets.class_tpot_s]
         is_single = len(target_of) == 1
         allowed_s = math.inf
         for request, num_future_tokens in running:
@@ -320,8 +318,8 @@ class SloController:
                 if rate > TIE * best_rate or (rate > best_rate / TIE and num_rows > best_rows):
                     best_rate, best_rows, best_bucket = rate, num_rows, bucket
         num_busy, step_s = self._sustained(best_rows, best_bucket)
-        # Beyond what keeps the bucket full there is nothing to gain.
-        best_rows = min(best_rows, math.ceil(1.25 * num_busy + 2 * math.sqrt(num_busy)))
+        # Beyond what keeps the bucket full there is nothing to gain, and a target to lose.
+        best_rows = min(best_rows, math.ceil(1.25 * num_busy + 2 * math.sqrt(num_busy))) if target_s else largest
         outputs = max(self.lengths.mean_output_tokens, 1.0)
         return Plan(
             max_num_seqs=best_rows,
@@ -330,7 +328,6 @@ class SloController:
             step_s=step_s,
             full_prefill_tokens_per_s=self._prefill_rate(round(num_busy), (best_bucket,), target_s),
             requests_per_s=num_busy / (outputs * step_s),
-            bound="slots" if num_busy == largest else "compute",
         )
 
     def _batches(self, highest: int) -> list[int]:

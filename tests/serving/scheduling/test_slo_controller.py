@@ -56,7 +56,7 @@ def tpot_attainment(requests, seconds: float, since_s: float = 0.0) -> float:
 @pytest.mark.parametrize(("seconds", "batch"), [(0.012, 32), (0.02, 128), (0.04, 128)], ids=["12ms", "20ms", "40ms"])
 def test_under_overload_the_target_is_met_and_the_engine_is_full(seconds, batch):
     """`batch`: the best of fixed ones."""
-    simulator, controller = make(tpot(seconds))
+    simulator, _ = make(tpot(seconds))
     result = simulator.run(mix([CHAT], 8.0), until_s=8.0)
     assert tpot_attainment(result.requests, seconds, since_s=2.0) >= 0.95
     ended = sum(r.is_complete for r in result.requests)
@@ -65,7 +65,6 @@ def test_under_overload_the_target_is_met_and_the_engine_is_full(seconds, batch)
     fixed.limits, fixed.observe = (lambda now_s: limits), None
     outcome = fixed.run(mix([CHAT], 8.0), until_s=8.0)
     assert ended >= 0.9 * sum(r.is_complete and r.meets(Slo(tpot_s=seconds)) for r in outcome.requests)
-    assert controller.plan.bound in ("compute", "slots")
 
 
 def test_the_batch_settles():
