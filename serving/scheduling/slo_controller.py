@@ -154,6 +154,8 @@ class SloController:
     def _target_s(self, requests: Iterable[Request]) -> float:
         """The tightest TPOT of these requests; 0: none has one."""
         targets = self.targets
+        if len(targets.class_tpot_s) == 1:
+            return self._tightest_s(targets.class_tpot_s)
         priorities = {request.context.priority for request in requests}
         return self._tightest_s(targets.class_tpot_s[targets.class_of(priority)] for priority in priorities)
 
@@ -183,10 +185,10 @@ class SloController:
     def _prefill_tokens(self, running: list[tuple[Request, int]], target_s: float, now_s: float) -> int:
         """The largest bucket with which every running request can still meet its target, by prediction; 0: none."""
         buckets = self.scheduler.config.prefill_token_buckets
-        has_prompts = bool(self._waiting) or any(
-            request.num_computed_tokens < request.num_tokens for request, _ in running
-        )
         num_rows = sum(request.first_token_time_s is not None for request, _ in running)
+        has_prompts = bool(self._waiting) or any(
+            request.num_computed_tokens < request.num_tokens for request in self._running
+        )
         decode_s = self.step_time.predict_s(self._work(num_rows, 0)) if num_rows else 0.0
         if not num_rows or not target_s:
             allowed_s = math.inf
@@ -228,20 +230,24 @@ class SloController:
         targets, horizon = self.targets, self._horizon
         end_s = now_s + self._pending_s
         target_of = [self._tightest_s((target_s,)) for target_s in targets.class_tpot_s]
+        target_s = target_of[0]
         is_single = len(target_of) == 1
         allowed_s = math.inf
-        for request, num_future_tokens in running:
+        for request, num_future_tokens in running:  # once a step for each: kept short
             first_s = request.first_token_time_s
             if first_s is None:
                 continue
-            target_s = target_of[0 if is_single else targets.class_of(request.context.priority)]
-            if not target_s:
-                continue
-            num_tokens = num_future_tokens - request.num_prompt_tokens
-            num_more = max(horizon - num_tokens, 1)
-            spare_s = target_s * (num_tokens + num_more - 1) - (end_s - first_s) - (num_more - 1) * decode_s
-            allowed_s = min(allowed_s, spare_s)
-        return allowed_s
+            if not is_single:
+                target_s = target_of[targets.class_of(request.context.priority)]
+                if not target_s:
+                    continue
+            num_tokens = num_future_tokens - len(request.prompt_token_ids)
+            spare_s = target_s * num_tokens + first_s
+            if num_tokens + 1 < horizon:
+                spare_s += (horizon - num_tokens - 1) * (target_s - decode_s)
+            if spare_s < allowed_s:
+                allowed_s = spare_s
+        return allowed_s - end_s
 
     # What others are told
 
@@ -251,11 +257,14 @@ class SloController:
         num_waiting = [0] * len(targets.class_names)
         tokens = [0] * len(targets.class_names)
         pairs = [0] * len(targets.class_names)
+        index, is_single = 0, len(num_waiting) == 1
         for request in self._waiting:
-            index = targets.class_of(request.context.priority)
+            if not is_single:
+                index = targets.class_of(request.context.priority)
+            num_tokens = request.num_tokens
             num_waiting[index] += 1
-            tokens[index] += request.num_tokens
-            pairs[index] += num_pairs(request.num_tokens)
+            tokens[index] += num_tokens
+            pairs[index] += num_pairs(num_tokens)
         rate = plan.full_prefill_tokens_per_s
         if not self._waiting and len(self._running) < FILLING * plan.num_busy:
             num_rows = sum(request.num_output_tokens > 0 for request in self._running)
