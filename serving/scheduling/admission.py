@@ -13,8 +13,8 @@ from typing import Literal
 
 from configs.scheduling import SchedulingConfig
 
-LEARNING = 0.05  # what a new wait counts in the mean of them
-MARGIN = 0.95  # of the limit that is used
+LEARNING = 0.01  # what a new wait counts in the mean of them: long enough to remember how predictions swing
+MARGIN = 0.9  # of the limit that is used
 AT_RISK = 0.3  # of its limit: a request predicted to wait less says nothing of the predictions that decide
 DEVIATIONS = 2.0  # standard ones, above the mean
 MAX_RATIO = 10.0

@@ -322,7 +322,7 @@ class SloController:
                 if target_s and step_s > target_s:
                     continue
                 rate = num_busy / step_s
-                if num_rows == self.plan.max_num_seqs and bucket == self.plan.prefill_bucket:
+                if num_rows >= self.plan.max_num_seqs and bucket == self.plan.prefill_bucket:
                     rate *= STAYING
                 if rate > TIE * best_rate or (rate > best_rate / TIE and num_rows > best_rows):
                     best_rate, best_rows, best_bucket = rate, num_rows, bucket

@@ -73,7 +73,7 @@ def test_after_the_time_to_wait_a_request_would_be_taken():
     computed = round(refused.retry_after_s * IDLE.full_prefill_tokens_per_s)
     later = control(waiting_requests=(1, 0), waiting_tokens=(max(tokens - computed, 0), 0))
     assert refused.action == "refuse" and later.decide(CHAT, 1_000, 10.0).action == "queue"
-    assert 5 <= refused.retry_after_s <= 9
+    assert 5 <= refused.retry_after_s <= 11
 
 
 def test_a_better_class_does_not_wait_behind_a_worse_one():
@@ -111,7 +111,7 @@ def test_predictions_that_come_out_short_are_trusted_less():
     for _ in range(60):
         admission.learn(CHAT, 1.0, 2.5)
     assert admission.decide(CHAT, 1_000, 10.0).action == "refuse"
-    assert admission.caution == pytest.approx(2.5, abs=0.7)
+    assert 2.0 < admission.caution < 4.0
 
 
 def test_a_time_to_wait_is_bounded():
