@@ -51,10 +51,10 @@ def check_float(
         raise ConfigError(f"{_name(owner, field)} must be {bound}, got {value!r}")
 
 
-def check_bool(owner: object, field: str) -> None:
-    """Raise ConfigError unless `owner.field` is True or False."""
+def check_bool(owner: object, field: str, *, optional: bool = False) -> None:
+    """Raise ConfigError unless `owner.field` is True or False, or None where optional."""
     value = getattr(owner, field)
-    if not isinstance(value, bool):
+    if not isinstance(value, bool) and not (value is None and optional):
         raise ConfigError(f"{_name(owner, field)} must be true or false, got {value!r}")
 
 

@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from configs.checks import check_float, check_int, check_int_tuple, fail
+from configs.checks import check_bool, check_float, check_int, check_int_tuple, fail
 
 _CLASS_NAME = re.compile(r"[a-z0-9_-]{1,32}")
 _TENANT = re.compile(r"[ -~]{1,64}")
@@ -51,12 +51,21 @@ class SchedulingConfig:
     # Preemption.
     max_preemptions: int = 4  # of one request; beyond it, only where nothing else can give way
 
+    # Steps are sized, and as many sequences run, as keeps the targets by prediction. None: where a class has a target.
+    slo_control: bool | None = None
+    # Requests whose target cannot be met by prediction get 429 and the time to come back. None: where a class has a target.
+    admission_control: bool | None = None
+    max_queue_s: float = 60.0  # of predicted waiting, for admission of a class without a target of the first token
+
     def __post_init__(self) -> None:
         self._check_classes()
         self._check_tenants()
         check_int(self, "long_prefill_tokens", minimum=0)
         check_int(self, "max_long_prefills", minimum=1)
         check_int(self, "max_preemptions", minimum=0)
+        check_bool(self, "slo_control", optional=True)
+        check_bool(self, "admission_control", optional=True)
+        check_float(self, "max_queue_s", above=0.0)
 
     def _check_classes(self) -> None:
         _check_names(self, "class_names", _CLASS_NAME, "1 to 32 lower-case letters, digits, _ and -")
@@ -90,6 +99,27 @@ class SchedulingConfig:
     def class_of(self, priority: int) -> int:
         """Index of the class of a request's priority."""
         return max(bisect.bisect_right(self.class_priorities, priority) - 1, 0)
+
+    def has_target(self, class_index: int) -> bool:
+        return self.class_ttft_s[class_index] > 0 or self.class_tpot_s[class_index] > 0
+
+    @property
+    def has_targets(self) -> bool:
+        return any(map(self.has_target, range(len(self.class_names))))
+
+    @property
+    def controls_steps(self) -> bool:
+        return self.has_targets if self.slo_control is None else self.slo_control
+
+    @property
+    def controls_admission(self) -> bool:
+        return self.has_targets if self.admission_control is None else self.admission_control
+
+    @property
+    def background_priority(self) -> int | None:
+        """From this priority on, no request has a target, and a better class has one; None: there are no such classes."""
+        last = max(filter(self.has_target, range(len(self.class_names))), default=None)
+        return None if last is None or last + 1 == len(self.class_names) else self.class_priorities[last + 1]
 
     def weight(self, tenant: str) -> float:
         return float(self._of_tenant(self.tenant_weights, tenant, 1.0, self.default_tenant_weight))

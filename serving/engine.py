@@ -31,6 +31,7 @@ from serving.execution.program_plan import context_length
 from serving.execution.slot_table import MAX_EOS_IDS
 from serving.execution.step_clock import StepClock
 from serving.observer import EngineObserver, request_record, step_record
+from serving.planning.roofline import RooflineStepTime, hardware_peaks
 from serving.request import (
     DEFAULT_TENANT,
     CompletionOutput,
@@ -43,10 +44,14 @@ from serving.request import (
     SamplingParams,
     TokenLogprob,
 )
+from serving.scheduling.admission import AdmissionControl
 from serving.scheduling.config import RopeRegime, SchedulerConfig
 from serving.scheduling.eviction import RecomputeCost
+from serving.scheduling.online_step_time import OnlineStepTime
 from serving.scheduling.schedule import Schedule
 from serving.scheduling.scheduler import NOT_FINITE, Scheduler, StepEvent
+from serving.scheduling.slo_controller import SloController
+from serving.scheduling.step_time import StepWork
 from serving.structured.compiler import GrammarCompiler
 from serving.structured.constraint import Constraint, Grammar
 from serving.text.base import TokenizerError
@@ -212,6 +217,8 @@ class Engine:
             else lambda name, done, total, s: progress("compile", done, total, f"{name} {s:.1f} s")
         )
         self.scheduler = self._make_scheduler(static_batching=False)
+        self.admission = AdmissionControl(self.scheduling) if self.scheduling.controls_admission else None
+        self.controller = self._make_controller()
         self._compiles_before_serving = CompileGuard.count()
         self.counters = EngineCounters()
         self.clock = StepClock(now)
@@ -268,6 +275,14 @@ class Engine:
             )
         )
 
+    def _make_controller(self) -> SloController | None:
+        if not self.scheduling.controls_steps and self.admission is None:
+            return None
+        mesh = self.runner.mesh
+        peaks = hardware_peaks(mesh.devices.flat[0].device_kind)
+        prior = RooflineStepTime(cost=model_cost(self), peaks=peaks, num_devices=mesh.size)
+        return SloController(self.scheduler, self.scheduling, OnlineStepTime(prior, self.config.prefill_token_buckets))
+
     def restart_scheduler(self, *, static_batching: bool) -> None:
         """Begin again with an empty page pool and prefix cache and new counters; for benchmarks. Needs an idle engine.
 
@@ -275,6 +290,7 @@ class Engine:
         """
         assert not self.has_work() and not self._groups
         self.scheduler = self._make_scheduler(static_batching=static_batching)
+        self.controller = None if static_batching else self._make_controller()
         self.counters = EngineCounters()
 
     # Requests
@@ -551,22 +567,24 @@ class Engine:
     def _step(self) -> list[OutputDelta]:
         deltas: list[OutputDelta] = []
         self.clock.begin_step()
-        schedule = self.scheduler.schedule(self.now())
+        schedule = self._schedule()
         if schedule is None and self._pending is not None:
             # Nothing can be decided before the tokens in flight are known (or nothing is left to do).
             deltas += self._read_pending()
-            schedule = self.scheduler.schedule(self.now())
+            schedule = self._schedule()
         for request in self.scheduler.take_expired():
             deltas += self._end_deltas(request)
         pending = None
         if schedule is not None:
             self.clock.look()
+            work = None if self.controller is None else StepWork.of(schedule)
             dispatch_time_s = self.now()
             for reset in schedule.resets:
                 if reset.request.first_scheduled_time_s is None:
                     reset.request.first_scheduled_time_s = dispatch_time_s
             pending = self.runner.dispatch(schedule, self._masks(schedule))
             pending.dispatch_time_s = dispatch_time_s
+            pending.work = work
             self.clock.dispatched(pending.output.tokens)
             self._count_pages()
             if not schedule.prefill:
@@ -586,6 +604,15 @@ class Engine:
         if group.beams is not None:
             return self._finish_beams(group, request.finish_reason, request.error, self.now())
         return [self._finish_delta(group, group.completions[request.child_index], (), "", None, self.now())]
+
+    def _schedule(self) -> Schedule | None:
+        now_s = self.now()
+        limits = None
+        if self.controller is not None:
+            limits = self.controller.limits(now_s)
+            if self.admission is not None:
+                self.admission.publish(self.controller.snapshot(now_s))
+        return self.scheduler.schedule(now_s, limits if self.scheduling.controls_steps else None)
 
     def wait(self) -> None:
         """Wait until the device has run what was dispatched; for benchmarks."""
@@ -638,6 +665,8 @@ class Engine:
         read_time_s = self.now()
         started_time_s = max(self._pending.dispatch_time_s, self._last_read_time_s)
         self._last_read_time_s = read_time_s
+        if self.controller is not None and self._pending.work is not None:
+            self.controller.observe(self._pending.work, read_time_s - started_time_s)
         self._pending = None
         tokens = result.tokens
         not_finite = self._record_prompt_logprobs(result)

@@ -20,6 +20,7 @@ from configs.operations import OperationsConfig
 from serving.bench.figures import Ceilings, Rows, model_cost
 from serving.observer import PHASES, CompletionRecord, EngineObserver, Phase, RequestRecord, StepRecord
 from serving.request import FinishReason
+from serving.scheduling.goodput import GoodputCounters
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -30,6 +31,7 @@ BATCH = 64  # records that wait at most before the engine's own thread works the
 WINDOW_S = 60.0  # what gauges of rates and shares look back on, by the engine's clock
 MAX_RECENT_REQUESTS = 1024  # completions that the status page's percentiles are of
 OTHER_TENANTS = "other"
+PREEMPTION_LABELS = ("class", "tenant", "by_class", "reason")
 STEP_TOKEN_USES = ("decode", "prefill", "padding", "idle")
 
 # Why a request was refused before it got to the engine.
@@ -168,6 +170,28 @@ def series_of(max_model_len: int) -> tuple[Series, ...]:
             "tpot",
         ),
         gauge("headrace_slo_seconds", "The targets.", "target"),
+        counter(
+            "headrace_class_requests_total",
+            "Requests that ended, their client not having given them up, by whether they met their class's targets.",
+            "class",
+            "ttft",
+            "tpot",
+        ),
+        gauge(
+            "headrace_saturation",
+            "Share that is used of what can be sustained by prediction, 0 to 1; the largest is what saturates.",
+            "resource",
+        ),
+        counter(
+            "headrace_preemptions_total",
+            "Sequences that gave way, by class and tenant, for whom and why: a page, or a better class.",
+            *PREEMPTION_LABELS,
+        ),
+        counter(
+            "headrace_preempted_tokens_total",
+            "Their computed tokens, to be computed again less prefix hits.",
+            *PREEMPTION_LABELS,
+        ),
         histogram(
             "headrace_step_duration_seconds",
             "From a step's dispatch, or the reading of the one before, to its own: no less than the device's time.",
@@ -283,6 +307,7 @@ class EngineMetrics(EngineObserver):
         self._histograms: dict[str, dict[tuple[str, ...], Histogram]] = defaultdict(dict)
         self._tenants: set[str] = set()
         self._windows: deque[_Window] = deque()
+        self.goodput = GoodputCounters(engine.scheduling)
         self._recent: deque[RecentCompletion] = deque(maxlen=MAX_RECENT_REQUESTS)
         for name, series in self.series.items():
             if series.kind == "histogram" and not series.labels:
@@ -369,6 +394,12 @@ class EngineMetrics(EngineObserver):
         self._observe("vllm:iteration_tokens_total", num_prefill + num_decode + step.num_sampled_chunks)
         if step.num_decode_steps > 1:
             self._sums["headrace_multi_step_dispatches_total"][()] += 1
+        for preemption in step.preemptions:
+            names, class_of = self.engine.scheduling.class_names, self.engine.scheduling.class_of
+            tenant, by_class = self._tenant_label(preemption.context.tenant), names[class_of(preemption.by.priority)]
+            key = (names[class_of(preemption.context.priority)], tenant, by_class, preemption.reason)
+            self._sums["headrace_preemptions_total"][key] += 1
+            self._sums["headrace_preempted_tokens_total"][key] += preemption.num_tokens
         for gap_s, count in step.gaps_s.items():
             self._observe("vllm:inter_token_latency_seconds", gap_s, count=count)
         for first in step.first_tokens:
@@ -384,6 +415,7 @@ class EngineMetrics(EngineObserver):
                 self._sums["headrace_tenant_device_seconds_total"][labels] += token_s * num_tokens
 
     def _add_request(self, record: RequestRecord) -> None:
+        self.goodput.add(record)
         tenant = (self._tenant_label(record.context.tenant),)
         self._sums["headrace_tenant_prompt_tokens_total"][tenant] += record.num_prompt_tokens
         self._sums["headrace_tenant_generation_tokens_total"][tenant] += record.num_output_tokens
@@ -432,7 +464,7 @@ class EngineMetrics(EngineObserver):
                 not is_error and answered_s <= self.config.ttft_slo_s,
                 not is_error and (tpot_s is None or tpot_s <= self.config.tpot_slo_s),
             )
-            labels = tuple("met" if is_met else "missed" for is_met in met)
+            labels = tuple(map(_met, met))
             self._sums["headrace_slo_requests_total"][labels] += 1
 
     def _tenant_label(self, tenant: str) -> str:
@@ -468,6 +500,10 @@ class EngineMetrics(EngineObserver):
         with self._lock:
             self._work_in()
             values = {name: dict(by_label) for name, by_label in self._sums.items()}
+            values["headrace_class_requests_total"] = {
+                (name, _met(ttft), _met(tpot)): float(count)
+                for (name, ttft, tpot), count in self.goodput.counts.items()
+            }
             window = self._recent_window()
         values.update(self._engine_values())
         if self.ceilings is not None:
@@ -565,6 +601,7 @@ class EngineMetrics(EngineObserver):
                 ("in",): float(host_pool.num_in_bytes),
             },
             "headrace_slo_seconds": {("ttft",): self.config.ttft_slo_s, ("tpot",): self.config.tpot_slo_s},
+            "headrace_saturation": {(name,): share for name, share in _saturation(engine).items()},
             "headrace_programs": {
                 ("compiled",): len(runner.reports) - num_loaded,
                 ("loaded",): num_loaded,
@@ -624,6 +661,21 @@ class EngineMetrics(EngineObserver):
         from prometheus_client import exposition
 
         return exposition.generate_latest(self.registry()), exposition.CONTENT_TYPE_PLAIN_0_0_4
+
+
+def _saturation(engine: Engine) -> dict[str, float]:
+    if engine.controller is not None:
+        return engine.controller.saturation()
+    scheduler = engine.scheduler
+    num_pages = scheduler.page_allocator.num_pages - 1
+    return {
+        "slots": scheduler.num_running / scheduler.config.max_num_seqs,
+        "pages": scheduler.page_allocator.num_held_pages / num_pages,
+    }
+
+
+def _met(is_met: bool) -> str:
+    return "met" if is_met else "missed"
 
 
 def _joined(rows: Sequence[Rows]) -> Rows:

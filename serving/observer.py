@@ -11,7 +11,7 @@ from typing import Literal
 
 from serving.bench.figures import Rows
 from serving.request import FinishReason, Request, RequestContext, SamplingParams
-from serving.scheduling.schedule import Schedule
+from serving.scheduling.schedule import Preemption, Schedule
 from serving.scheduling.scheduler import StepEvent
 
 type Phase = Literal["decode", "prefill", "mixed"]
@@ -50,6 +50,7 @@ class StepRecord:
     decode_tokens_by_tenant: Mapping[str, int]
     gaps_s: Mapping[float, int]  # since the tokens that a completion got before: how many completions
     first_tokens: Sequence[FirstToken]
+    preemptions: Sequence[Preemption] = ()  # decided since the step before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +151,7 @@ def step_record(
         decode_tokens_by_tenant=decode_tenants,
         gaps_s={read_time_s - time_s: count for time_s, count in last_times_s.items()},
         first_tokens=first_tokens,
+        preemptions=schedule.preemptions,
     )
 
 

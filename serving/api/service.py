@@ -33,6 +33,7 @@ from serving.api.schema import (
 )
 from serving.api.token_text import prompt_text, shown_token
 from serving.request import RequestContext, RequestError, RequestOutput, shown
+from serving.scheduling.admission import Decision
 from serving.scheduling.tenants import RateLimits
 from serving.status import status_snapshot
 from serving.text.base import TokenizerError
@@ -231,9 +232,12 @@ class Service:
         """Check everything about a call before any of it runs. Raises RequestError and UnavailableError.
 
         context: the tenant and the trace, for metrics and logs, and what the call does not say of its priority and
-        deadline; the operation is the call's. Raises OverloadedError where the tenant is over its rate limits.
+        deadline; the operation is the call's. Raises OverloadedError where the tenant is over its rate limits, or the
+        first token would come too late.
         """
         engine = self.engine
+        context = self._context(call, context or RequestContext())
+        self._check_wait(engine, context.priority, 1)  # where no prompt would do, none need be encoded
         loop = asyncio.get_running_loop()
         if isinstance(call, CompletionCall):
             pool = self._text_pool if call.constraint is None else self._grammar_pool
@@ -252,8 +256,12 @@ class Service:
         else:
             answer = ChatAnswer(call, checked, model=self.model_name, tokenizer=tokenizer, formats=self._formats)
         operation: Literal["chat", "text_completion"] = "chat" if isinstance(call, ChatCall) else "text_completion"
-        context = dataclasses.replace(self._context(call, context or RequestContext()), operation=operation)
+        context = dataclasses.replace(context, operation=operation)
         generation = Generation(engine, checked, answer, context, self._rate_limits)
+        num_completions = len(checked) * call.params.n
+        generation.decision = self._check_wait(
+            engine, context.priority, generation.num_prompt_tokens, num_completions=num_completions
+        )
         self._check_rate(context.tenant, generation.num_prompt_tokens)
         return generation
 
@@ -265,6 +273,24 @@ class Service:
             deadline_s = call_deadline_s if deadline_s is None else min(deadline_s, call_deadline_s)
         priority = context.priority if call.priority is None else call.priority
         return dataclasses.replace(context, priority=priority, deadline_s=deadline_s)
+
+    def _check_wait(
+        self, engine: AsyncEngine, priority: int, num_tokens: int, *, num_completions: int = 0
+    ) -> Decision | None:
+        """What admission control says of a request; with `num_completions` it counts as one that others wait behind."""
+        admission, now_s = engine.engine.admission, engine.engine.now()
+        if admission is None:
+            return None
+        if num_completions:
+            decision = admission.take(priority, num_tokens, now_s, num_requests=num_completions)
+        else:
+            decision = admission.decide(priority, num_tokens, now_s)
+        if decision.action == "refuse":
+            raise OverloadedError(
+                f"the first token would come after {decision.wait_s:.1f} s or more, later than is promised",
+                retry_after_s=decision.retry_after_s,
+            )
+        return decision
 
     def _check_rate(self, tenant: str, num_prompt_tokens: int) -> None:
         assert self._rate_limits is not None
@@ -390,6 +416,7 @@ class Generation:
         self._engine = engine
         self._context = context
         self._rate_limits = rate_limits
+        self.decision: Decision | None = None  # of admission control
         self.checked = checked
         self.answer = answer
 
@@ -402,6 +429,11 @@ class Generation:
             now_s = self._engine.engine.now()
             self._rate_limits.take_output(self._context.tenant, len(delta.new_token_ids), now_s)
 
+    def _learn_wait(self, started_s: float) -> None:
+        engine = self._engine.engine
+        if engine.admission is not None and self.decision is not None and self._context is not None:
+            engine.admission.learn(self._context.priority, self.decision.wait_s, engine.now() - started_s)
+
     async def deltas(self) -> AsyncGenerator[tuple[int, OutputDelta, RequestOutput | None], None]:
         """(index of the prompt, delta, the prompt's whole output beside its last delta)."""
         from serving.async_engine import EngineDeadError
@@ -411,9 +443,13 @@ class Generation:
         if len(self.checked) > 1:
             ids = [f"{self.answer.id}-{index}" for index in range(len(self.checked))]
         requests = self._engine.generate_checked(self.checked, ids, context=self._context)
+        started_s, is_first = self._engine.engine.now(), True
         try:
             async with contextlib.aclosing(requests) as items:
                 async for item in items:
+                    if is_first:
+                        is_first = False
+                        self._learn_wait(started_s)
                     self._count_output(item[1])
                     yield item
         except EngineDeadError as error:

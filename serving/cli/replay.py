@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import json
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,9 +152,6 @@ def _scenario_runs(args: argparse.Namespace) -> Iterator[_Run]:
     trace = scenario.trace(args.replay_seed)
     for name, variant in scenario.variants.items():
         config = variant.scheduler_config(engine)
-        if config is None:
-            print(f"{name}: left out, for this scheduler has no such policy", file=sys.stderr)
-            continue
         kept = [request for request in trace if variant.keeps is None or variant.keeps(request)]
         yield _Run(name, kept, config, scenario.until_s)
 

@@ -40,6 +40,7 @@ from serving.execution.program_plan import (
 from serving.execution.programs import InputLayout
 from serving.request import Request
 from serving.scheduling.schedule import NULL_PAGE, Schedule
+from serving.scheduling.step_time import StepWork
 from serving.scheduling.swap import SwapConfig, SwapRates
 from sharding.placement import padded_vocab_size
 
@@ -73,6 +74,7 @@ class PendingStep:
     with_logprobs: bool
     scores: list[PromptScores] = field(default_factory=list)
     dispatch_time_s: float = 0.0  # of the engine's clock
+    work: StepWork | None = None  # where the engine learns step times
 
     def read(self) -> StepResult:
         """Wait for the step and copy what was asked for to the host."""

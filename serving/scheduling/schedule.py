@@ -7,8 +7,9 @@ its slot from admission until it finishes or is preempted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from serving.request import Request
+from serving.request import Request, RequestContext
 from serving.scheduling.swap import SwapIn, SwapOut
 
 NULL_PAGE = 0  # what a page table names where it has none: never allocated, written or read as valid
@@ -62,6 +63,31 @@ class PrefillChunk:
     samples: bool
 
 
+type PreemptionReason = Literal["pages", "priority"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preemption:
+    """A running sequence gave its pages back and waits again."""
+
+    context: RequestContext  # of the one that gave way
+    by: RequestContext  # of the one that needed them
+    reason: PreemptionReason  # pages: one that runs needed a page more; priority: one of a better class came
+    num_tokens: int  # computed, that are to be computed again, less prefix hits
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """What a step may take at most, below the config's own sizes. With nothing to decode and nothing in flight,
+    `max_prefill_tokens` does not bind: a prompt alone slows nobody down."""
+
+    max_prefill_tokens: int  # padding included
+    max_num_seqs: int  # sequences that run; those that do already stay
+    # Of those, requests of `background_priority` or more; None: as many as max_num_seqs.
+    max_background_seqs: int | None = None
+    background_priority: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """One step. Order on the device: swap out, zero pages, page copies, swap in, moves, resets, deactivate, page appends,
@@ -82,6 +108,7 @@ class Schedule:
     num_decode_steps: int = 1  # K; above 1 only when prefill is empty
     prefill: tuple[PrefillChunk, ...] = ()
     prefill_bucket: int = 0  # of the program, tokens: holds the chunks, each padded to query_block; 0 without any
+    preemptions: tuple[Preemption, ...] = ()  # since the step before
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -34,7 +34,17 @@ from serving.scheduling.pending_prefixes import PendingPrefixes
 from serving.scheduling.pinned_prefixes import PinnedPrefixes
 from serving.scheduling.prefix_cache import CachedPage, PageChain, PrefixCache, sha256_digest
 from serving.scheduling.prefix_salts import PrefixSalts
-from serving.scheduling.schedule import PageAppend, PageCopy, PrefillChunk, Schedule, SlotMove, SlotReset
+from serving.scheduling.schedule import (
+    PageAppend,
+    PageCopy,
+    Preemption,
+    PreemptionReason,
+    PrefillChunk,
+    Schedule,
+    SlotMove,
+    SlotReset,
+    StepLimits,
+)
 from serving.scheduling.swap import HostCopy, HostPool
 from serving.scheduling.tenants import KvBudgets
 from serving.scheduling.waiting_queue import Entry, Order, WaitingQueue
@@ -188,6 +198,9 @@ class Scheduler:
         self._expired: list[Request] = []  # for `take_expired`
         self._now_s = 0.0  # of the last schedule()
         self._num_new_prefix_waits = 0  # in this schedule()
+        self._max_num_seqs = config.max_num_seqs  # of the last schedule(): those that may run, by its limits
+        self._limits: StepLimits | None = None
+        self._preemptions: list[Preemption] = []  # for the next schedule
         self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest first
         self._deactivate: set[int] = set()  # for the next schedule
         self._zero_pages: dict[int, None] = {}  # for the next schedule
@@ -214,6 +227,16 @@ class Scheduler:
     def num_waiting_tokens(self) -> int:
         """Tokens, prompt and output, that waiting requests have: what is to be computed less prefix hits."""
         return sum(entry.item.request.num_tokens for entry in self._waiting)
+
+    @property
+    def waiting_requests(self) -> list[Request]:
+        """Those that wait, in order of arrival."""
+        return [entry.item.request for entry in self._waiting]
+
+    @property
+    def running_requests(self) -> list[tuple[Request, int]]:
+        """Each with the tokens, prompt and output, that it has once the steps in flight are read."""
+        return [(s.request, s.num_future_tokens) for s in self._running]
 
     @property
     def num_unused_page_tokens(self) -> int:
@@ -325,13 +348,18 @@ class Scheduler:
 
     # One step
 
-    def schedule(self, now_s: float = 0.0) -> Schedule | None:
+    def schedule(self, now_s: float = 0.0, limits: StepLimits | None = None) -> Schedule | None:
         """Decide the next step. None: nothing can run now; `needs_drain` tells whether an update would change that.
 
-        now_s: of the clock of arrival times and deadlines, seconds. See `take_expired`.
+        now_s: of the clock of arrival times and deadlines, seconds. See `take_expired`. limits: what the step may take
+        at most; None: the config's sizes.
         """
         self.needs_drain = False
         self._now_s = now_s
+        self._limits = limits
+        self._max_num_seqs = self.config.max_num_seqs
+        if limits is not None:
+            self._max_num_seqs = min(max(limits.max_num_seqs, 1), self._max_num_seqs)
         self._drop_expired()
         self._resume_waits()
         self._num_new_prefix_waits = 0
@@ -346,18 +374,21 @@ class Scheduler:
         moves = self._move_down() if decoding else []
         appends = [self._append_page(s) for s in lacking]
         chunks: list[PrefillChunk] = []
-        budget = self._prefill(resets, chunks, decoding)
+        max_tokens = self._prefill_tokens(is_alone=not decoding and not self._in_flight)
+        budget = self._prefill(max_tokens, resets, chunks, decoding)
         if not decoding and not chunks:
             self._give_way()
             return None
 
         num_decode_steps = 1
-        if not chunks and not is_one_left_out:
+        # A prompt that only this step's limits hold back is let in by one of the next.
+        is_held_back = not max_tokens and self._has_slot() and bool(self._waiting)
+        if not chunks and not is_one_left_out and not is_held_back:
             lacking_for_many = self._lacking_for_many(decoding)
             if lacking_for_many is not None:
                 num_decode_steps = self.config.max_decode_steps
                 appends += [self._append_page(s) for s in lacking_for_many]
-        num_padded_tokens = self.config.max_prefill_tokens - budget
+        num_padded_tokens = max_tokens - budget
         return self._dispatch(decoding, num_decode_steps, chunks, num_padded_tokens, moves, resets, appends)
 
     def update(self, schedule: Schedule, tokens: np.ndarray) -> list[StepEvent]:
@@ -393,6 +424,37 @@ class Scheduler:
                 events.append(self._take_tokens(sequence, slot, columns[slot][:num_steps]))
         return events
 
+    # schedule(): its limits
+
+    def _prefill_tokens(self, *, is_alone: bool) -> int:
+        """Tokens, padded, that the step may prefill: whole query blocks. `is_alone`: nothing decodes or is in flight."""
+        config = self.config
+        if self._limits is None or is_alone:
+            return config.max_prefill_tokens
+        num_tokens = min(self._limits.max_prefill_tokens, config.max_prefill_tokens)
+        return num_tokens // config.query_block * config.query_block
+
+    def _has_slot(self, num_freed: int = 0) -> bool:
+        """Whether one more sequence may run once so many others gave way."""
+        return (num_freed > 0 or bool(self._free_slots)) and len(self._running) - num_freed < self._max_num_seqs
+
+    def _is_within_limits(self, sequence: _Sequence) -> bool:
+        """Whether the step's limits let the sequence run. With none running they do; and one that has aged into a better
+        class is no background any more, lest it hold up that class."""
+        limits, entry = self._limits, sequence.entry
+        if limits is None or not self._running:
+            return True
+        is_aged = entry.class_index < entry.base_class
+        if (
+            limits.max_background_seqs is not None
+            and not is_aged
+            and sequence.request.context.priority >= limits.background_priority
+        ):
+            num_background = sum(s.request.context.priority >= limits.background_priority for s in self._running)
+            if num_background >= limits.max_background_seqs:
+                return False
+        return self._has_slot()
+
     # schedule(): who has waited too long, and who may push others out
 
     def _drop_expired(self) -> None:
@@ -412,7 +474,7 @@ class Scheduler:
             return resets
         if len(self._num_running_of_class) == 1 and not self._budgets.is_used:
             return resets
-        budget = self.config.max_prefill_tokens
+        budget = self._prefill_tokens(is_alone=False)
         while budget > 0 and (entry := self._next_entry()) is not None:
             victims = self._victims_for(entry.item, {reset.slot for reset in resets})
             if not victims:
@@ -420,7 +482,7 @@ class Scheduler:
             if self._in_flight:
                 return None  # the victims' tokens in flight would be lost
             for victim in victims:
-                self._preempt(victim)
+                self._preempt(victim, for_whom=entry.item.request, reason="priority")
             reset = self._admit(entry.item)
             if reset is None:
                 break
@@ -454,7 +516,7 @@ class Scheduler:
         given: Counter[str] = Counter()  # tokens, by tenant
         released: Counter[int] = Counter()  # holders, by page
         for victim in sorted(able, key=self._keep_rank, reverse=True):
-            if num_missing <= 0 and (self._free_slots or victims):
+            if num_missing <= 0 and self._has_slot(len(victims)):
                 break
             tenant = victim.entry.tenant
             if victim.entry.class_index == base_class and budgets.excess(tenant, -given[tenant]) <= 0:
@@ -465,7 +527,7 @@ class Scheduler:
             for page_id in victim.page_ids:
                 released[page_id] += 1
                 num_missing -= page_id not in hits and released[page_id] == self.page_allocator.ref_count(page_id)
-        return victims if num_missing <= 0 and (self._free_slots or victims) else []
+        return victims if num_missing <= 0 and self._has_slot(len(victims)) else []
 
     def _is_worn(self, sequence: _Sequence) -> bool:
         """Whether it gave way as often as it must."""
@@ -531,7 +593,7 @@ class Scheduler:
             if self._in_flight:
                 # Pages in quarantine may do; and a victim's tokens in flight would be lost.
                 return None
-            self._preempt(victim)
+            self._preempt(victim, for_whom=lacking[num_free_pages].request, reason="pages")
             for sequences in (decoding, lacking):
                 if victim in sequences:
                     sequences.remove(victim)
@@ -595,14 +657,15 @@ class Scheduler:
 
     # schedule(): prefill
 
-    def _prefill(self, resets: list[SlotReset], chunks: list[PrefillChunk], decoding: list[_Sequence]) -> int:
+    def _prefill(
+        self, budget: int, resets: list[SlotReset], chunks: list[PrefillChunk], decoding: list[_Sequence]
+    ) -> int:
         """Dispatch chunks of running sequences, and admit; those whose pages come back from the host decode at once.
         Returns what is left of the budget, tokens.
 
         A long prompt leaves all but `long_prefill_tokens` of the budget to shorter ones, and takes what they leave.
         """
         config = self.config
-        budget = config.max_prefill_tokens
         prefilling = [s for s in self._running if not s.is_decoding]
         long_ones = [s for s in prefilling if s.entry.is_long]
         num_reserved = self._num_reserved(long_ones)
@@ -612,9 +675,11 @@ class Scheduler:
         is_static = config.static_batching
         may_admit = not (is_static and self._running)
         self._resume_waits()  # a producer may have given way in this very step
-        while may_admit and self._free_slots and (budget > num_reserved or is_static):
+        while may_admit and self._has_slot() and (budget > num_reserved or is_static):
             entry = self._next_entry(num_long=len(long_ones))
-            reset = None if entry is None else self._admit(entry.item)
+            reset = None
+            if entry is not None and self._is_within_limits(entry.item):
+                reset = self._admit(entry.item)
             if entry is None or reset is None:
                 break
             resets.append(reset)
@@ -627,7 +692,7 @@ class Scheduler:
                 budget -= self._add_chunk(entry.item, budget - num_reserved, chunks)
         for index, sequence in enumerate(long_ones, start=1):
             if budget:
-                most = max(budget - self._num_reserved(long_ones[index:]), config.query_block)
+                most = min(max(budget - self._num_reserved(long_ones[index:]), config.query_block), budget)
                 budget -= self._add_chunk(sequence, most, chunks)
         return budget
 
@@ -988,7 +1053,9 @@ class Scheduler:
             num_decode_steps=num_decode_steps,
             prefill=tuple(chunks),
             prefill_bucket=bucket,
+            preemptions=tuple(self._preemptions),
         )
+        self._preemptions.clear()
         self._zero_pages.clear()
         self._page_copies.clear()
         self._deactivate.clear()
@@ -1133,12 +1200,20 @@ class Scheduler:
         self._count_pages(sequence, -len(sequence.page_ids))
         sequence.page_ids = []
 
-    def _preempt(self, sequence: _Sequence) -> None:
+    def _preempt(self, sequence: _Sequence, *, for_whom: Request, reason: PreemptionReason) -> None:
         """Take the pages of a running sequence. It keeps its output and goes before all of its class and tenant that
         were not placed yet."""
         self.stats.num_preemptions += 1
         sequence.request.num_preemptions += 1
         sequence.host_copy = self._try_swap_out(sequence)
+        self._preemptions.append(
+            Preemption(
+                context=sequence.request.context,
+                by=for_whom.context,
+                reason=reason,
+                num_tokens=0 if sequence.host_copy is not None else sequence.request.num_computed_tokens,
+            )
+        )
         self._suspend(sequence)
 
     def _try_swap_out(self, sequence: _Sequence) -> HostCopy | None:

@@ -57,15 +57,9 @@ class Variant:
     policy: Mapping[str, Any] = field(default_factory=dict)  # SchedulingConfig fields
     keeps: Callable[[TraceRequest], bool] | None = None  # of the trace; None: all of it
 
-    def scheduler_config(self, engine: EngineConfig) -> SchedulerConfig | None:
-        """None: this scheduler has no such policy."""
+    def scheduler_config(self, engine: EngineConfig) -> SchedulerConfig:
         config = scheduler_config(dataclasses.replace(engine, **self.engine))
-        if not self.policy:
-            return config
-        if not hasattr(config, "policy"):
-            return None
-        changes: dict[str, Any] = {"policy": dataclasses.replace(config.policy, **self.policy)}
-        return dataclasses.replace(config, **changes)
+        return dataclasses.replace(config, policy=dataclasses.replace(config.policy, **self.policy))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,16 +7,14 @@ max_total_tokens and never by a stop token.
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from serving.request import Request, RequestContext, RequestError, SamplingParams
-from serving.scheduling.schedule import Schedule
+from serving.scheduling.schedule import Schedule, StepLimits
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.step_time import StepTimeModel, StepWork
 from serving.simulation.results import RequestResult, RunResult
@@ -61,7 +59,7 @@ class Simulator:
         self.step_time = step_time
         self.host_s = host_s
         self.check_integrity = check_integrity
-        self.limits: Callable[[float], object] | None = None
+        self.limits: Callable[[float], StepLimits | None] | None = None
         self.observe: Callable[[StepWork, float], None] | None = None
         self.admit: Callable[[Request, float], float | None] | None = None
         self.progress: Callable[[int, int], None] | None = None
@@ -69,7 +67,6 @@ class Simulator:
         self._busy_s = 0.0
         self._last_read_s = 0.0
         self._live: dict[str, tuple[Request, RequestResult]] = {}
-        self._parameters = inspect.signature(scheduler.schedule).parameters
 
     def run(self, trace: Sequence[TraceRequest], until_s: float | None = None) -> RunResult:
         """Replay `trace`, sorted by arrival, to its end or to `until_s` of the virtual clock, which leaves the rest
@@ -106,7 +103,7 @@ class Simulator:
             if pending is not None:
                 self._read(pending)
             pending = following
-        for request, result in self._live.values():  # dropped while queued, or unfinished at `until_s`
+        for request, result in self._live.values():  # unfinished at `until_s`
             _close(request, result)
         self._live.clear()
         if self.progress is not None:
@@ -144,7 +141,9 @@ class Simulator:
 
     def _schedule(self) -> Schedule | None:
         limits = self.limits(self.now_s) if self.limits is not None else None
-        schedule = self.scheduler.schedule(**self._known(now_s=self.now_s, limits=limits))
+        schedule = self.scheduler.schedule(self.now_s, limits)
+        for request in self.scheduler.take_expired():
+            _close(*self._live.pop(request.request_id))
         if self.check_integrity:
             self.scheduler.check_integrity()
         if schedule is not None:
@@ -152,13 +151,6 @@ class Simulator:
                 if reset.request.first_scheduled_time_s is None:
                     reset.request.first_scheduled_time_s = self.now_s
         return schedule
-
-    def _known(self, **arguments: Any) -> dict[str, Any]:
-        """The arguments that this scheduler takes. Raises TypeError where one that says something would be lost."""
-        for name in arguments.keys() - self._parameters.keys() - {"now_s"}:
-            if arguments[name] is not None:
-                raise TypeError(f"Scheduler.schedule takes no {name}")
-        return {name: value for name, value in arguments.items() if name in self._parameters}
 
     def _read(self, step: _InFlight) -> None:
         self.now_s = max(self.now_s, step.end_s)
@@ -184,14 +176,11 @@ class Simulator:
 
 
 _PARAMS = SamplingParams(max_tokens=None, ignore_eos=True)
-_CONTEXT_FIELDS = {field.name for field in fields(RequestContext)}
 
 
 def _context(wanted: TraceRequest) -> RequestContext:
-    values = {"tenant": wanted.tenant, "priority": wanted.priority}
-    if wanted.timeout_s is not None:
-        values["deadline_s"] = wanted.arrival_s + wanted.timeout_s
-    return RequestContext(**{name: value for name, value in values.items() if name in _CONTEXT_FIELDS})  # type: ignore[arg-type]
+    deadline_s = None if wanted.timeout_s is None else wanted.arrival_s + wanted.timeout_s
+    return RequestContext(tenant=wanted.tenant, priority=wanted.priority, deadline_s=deadline_s)
 
 
 def _result(index: int, wanted: TraceRequest) -> RequestResult:

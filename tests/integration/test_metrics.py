@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from configs.engine import EngineConfig, MeshConfig
 from configs.operations import OperationsConfig
+from configs.scheduling import SchedulingConfig
 from serving import RequestError, SamplingParams
 from serving.bench.figures import Ceilings
 from serving.engine import build_engine
@@ -32,6 +33,7 @@ CEILINGS = Ceilings(
     matmul_dtype="float32",
     matmul_flops_per_s=1e11,
 )
+CLASS = {"ttft": 0.3, "tpot": 0.03}
 SLO = {"ttft_slo_s": 0.4, "tpot_slo_s": 0.06}
 GPU_HOUR_USD = 3.6
 
@@ -63,8 +65,8 @@ class Log:
         scheduler, runner = engine.scheduler, engine.runner
         schedule, dispatch, update = scheduler.schedule, runner.dispatch, scheduler.update
 
-        def logged_schedule():
-            decision = schedule()
+        def logged_schedule(*args):
+            decision = schedule(*args)
             self.num_drains += decision is None and scheduler.needs_drain
             return decision
 
@@ -185,7 +187,14 @@ def truth(log, config, model_name):
                     "met" if tpot <= SLO["tpot_slo_s"] else "missed",
                 )
                 values["headrace_slo_requests_total"][met] += 1
-    for reason in ("stop", "length", "abort", "error"):
+        ends = [request["ends"][index] for index in range(params.n)]
+        if all(reason != "abort" for _, reason in ends):
+            times = [request["tokens"][index] for index in range(params.n)]
+            ttft = max((t[0] if t else end) - arrival for t, (end, _) in zip(times, ends, strict=True))
+            tpot = max(((t[-1] - t[0]) / (len(t) - 1) for t in times if len(t) > 1), default=0.0)
+            met = ("met" if ttft <= CLASS["ttft"] else "missed", "met" if tpot <= CLASS["tpot"] else "missed")
+            values["headrace_class_requests_total"][("default", *met)] += 1
+    for reason in ("stop", "length", "abort", "error", "timeout"):
         values["vllm:request_success_total"][(reason,)] += 0
 
     # Dispatched steps
@@ -216,6 +225,10 @@ def truth(log, config, model_name):
     read_before, seconds = 0.0, Counter()
     for time_s, decision, sampled in log.reads:
         phase = ("mixed" if decision.decode else "prefill") if decision.prefill else "decode"
+        for preemption in decision.preemptions:
+            labels = ("default", preemption.context.tenant, "default", "pages")
+            values["headrace_preemptions_total"][labels] += 1
+            values["headrace_preempted_tokens_total"][labels] += preemption.num_tokens
         duration = time_s - max(dispatch_times[decision.step_id], read_before)
         read_before = time_s
         seconds[phase] += duration
@@ -276,6 +289,11 @@ def truth(log, config, model_name):
             for (tenant, *rest), value in values[name].items():
                 merged[(tenant if tenant in own else "other", *rest)] += value
             values[name] = merged
+    for name in ("headrace_preemptions_total", "headrace_preempted_tokens_total"):
+        merged = defaultdict(float)
+        for (name_of_class, tenant, *rest), value in values[name].items():
+            merged[(name_of_class, tenant if tenant in own else "other", *rest)] += value
+        values[name] = merged
     for labels, tenant_s in list(values["headrace_tenant_device_seconds_total"].items()):
         values["headrace_tenant_cost_usd_total"][labels] = tenant_s * GPU_HOUR_USD / 3600
     values["headrace_cost_usd_total"][plain] = (now_s - 100.0) * GPU_HOUR_USD / 3600
@@ -289,6 +307,10 @@ def truth(log, config, model_name):
     values["vllm:num_requests_waiting"][plain] = len(waiting)
     values["headrace_waiting_tokens"][plain] = sum(r.num_prompt_tokens + r.num_output_tokens for r in waiting)
     values["vllm:kv_cache_usage_perc"][plain] = held / (engine.runner.num_pages - 1)
+    values["headrace_saturation"] = {
+        ("slots",): sum(r.status is RequestStatus.RUNNING for r in requests) / engine.config.max_num_seqs,
+        ("pages",): held / (engine.runner.num_pages - 1),
+    }
     values["headrace_kv_unused_tokens"][plain] = log.unused_tokens()
     values["headrace_kv_pages"] = {
         ("held",): held,
@@ -384,7 +406,10 @@ def engine(clock):
         max_decode_steps=4,
         num_pages=52,
     )
-    return build_engine(f"dummy:{TINY}", config, MeshConfig(), now=clock)
+    targets = SchedulingConfig(
+        class_ttft_s=(CLASS["ttft"],), class_tpot_s=(CLASS["tpot"],), slo_control=False, admission_control=False
+    )
+    return build_engine(f"dummy:{TINY}", config, MeshConfig(), scheduling=targets, now=clock)
 
 
 @pytest.fixture
@@ -460,6 +485,8 @@ def test_every_series_of_a_replayed_trace_is_what_its_log_gives(fresh, clock):
     finished = values["vllm:request_success_total"]
     assert sum(finished.values()) == sum(request["params"].n for request in log.requests.values())
     assert sum(values["headrace_tenant_generation_tokens_total"].values()) == stats["num_output_tokens"]
+    assert sum(values["headrace_preemptions_total"].values()) == stats["num_preemptions"]
+    assert len(values["headrace_class_requests_total"]) >= 2
     assert values["headrace_kv_pages"][("held",)] == values["headrace_kv_pages"][("quarantined",)] == 0
 
 

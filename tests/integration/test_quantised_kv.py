@@ -141,7 +141,9 @@ def test_a_preempted_prompt_is_recomputed_to_the_same_bits():
         engine.step()
         if is_preempted:
             engine._read_pending()
-            engine.scheduler._preempt(engine.scheduler._running[-1])
+            engine.scheduler._preempt(
+                engine.scheduler._running[-1], for_whom=engine.scheduler._running[0].request, reason="pages"
+            )
         while engine.has_work():
             engine.step()
         assert engine.scheduler.stats.num_prefill_tokens == 200 + is_preempted * 128

@@ -112,7 +112,7 @@ def check_round_trip(engine: Engine, prompt: list[int]) -> None:
     num_tokens = sequence.num_confirmed_tokens
     assert num_tokens > len(prompt)
     expected = kv_of(engine, sequence.page_ids, num_tokens)
-    scheduler._preempt(sequence)
+    scheduler._preempt(sequence, for_whom=sequence.request, reason="pages")
     copy = sequence.host_copy
     assert isinstance(copy, HostCopy)
     (out,), _ = scheduler.host_pool.take_step()

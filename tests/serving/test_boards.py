@@ -23,10 +23,11 @@ SAMPLES = {
 LABELS = {"model_name", "engine", "instance", "job", "le"}
 LABEL_VALUES = {
     "finished_reason": set(map(str, FinishReason)),
-    "reason": set(REFUSALS),
+    "reason": {*REFUSALS, "pages", "priority"},
     "ttft": {"met", "missed"},
     "tpot": {"met", "missed"},
     "target": {"ttft", "tpot"},
+    "resource": {"compute", "slots", "pages"},
 }
 WORDS = {
     "sum",

@@ -149,7 +149,7 @@ def test_an_ended_request_gives_up_its_copy(tools, rng, is_dispatched):
             engine.step()
         while engine.in_flight:
             engine.update()
-        scheduler._preempt(scheduler._running[-1])
+        scheduler._preempt(scheduler._running[-1], for_whom=scheduler._running[0].request, reason="pages")
     (copy,) = copies(engine)
     assert bool(copy.batches) is is_dispatched
     scheduler.abort("young")
@@ -167,7 +167,7 @@ def test_a_prompt_preempted_between_its_chunks_goes_on_with_the_next_chunk(tools
     engine.step()
     engine.update()
     scheduler = engine.scheduler
-    scheduler._preempt(scheduler._running[-1])
+    scheduler._preempt(scheduler._running[-1], for_whom=scheduler._running[0].request, reason="pages")
     engine.check_integrity()
     engine.run()
     engine.check_outputs()
@@ -181,7 +181,7 @@ def test_what_is_not_confirmed_is_computed_again(tools, rng):
     engine.add(tools.make_request("a", tools.random_prompt(rng, 20), 4, max_model_len=32))
     engine.step()
     scheduler = engine.scheduler
-    scheduler._preempt(scheduler._running[-1])
+    scheduler._preempt(scheduler._running[-1], for_whom=scheduler._running[0].request, reason="pages")
     assert scheduler.host_pool.num_swap_outs == 0
     engine.run()
     engine.check_outputs()

@@ -1,0 +1,1 @@
+"""What hardware and a model allow, from formulas: before anything has been measured."""
