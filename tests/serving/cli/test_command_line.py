@@ -293,7 +293,7 @@ def test_every_config_field_and_every_sampling_field_has_a_flag():
             "num_pages": 9, "memory_fraction": 0.5, "enable_prefix_caching": True, "max_logprobs": 2, "seed": 8,
             "prefix_cache_scope": "tenant", "prefix_cache_floor": 0.1, "prefix_wait_tokens": 7, "max_pinned_pages": 3,
             "compilation_cache_dir": "here", "kv_cache_bytes": None, "decode_slot_buckets": (1, 3),
-            "executables_dir": "there", "kv_scales": "per_tensor",
+            "executables_dir": "there", "kv_scales": "per_tensor", "swap_bytes": 4096, "preemption": "swap",
         },
         MeshConfig: {"data": 2, "tensor": 3, "expert": 4},
         SamplingParams: {
@@ -302,6 +302,7 @@ def test_every_config_field_and_every_sampling_field_has_a_flag():
             "min_tokens": 1, "logprobs": 2, "prompt_logprobs": 1, "repetition_penalty": 1.5, "presence_penalty": -0.5,
             "frequency_penalty": 0.5, "logit_bias": {3: -2.0}, "allowed_token_ids": (3, 4), "banned_token_ids": (5,),
             "skip_special_tokens": False, "structured": StructuredOutput.regex("a,b"),
+            "use_beam_search": False, "length_penalty": 1.0,
         },
     }  # fmt: skip
     renamed = {"data": "data_parallel_size", "tensor": "tensor_parallel_size", "expert": "expert_parallel_size"}
