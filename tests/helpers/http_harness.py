@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from configs.engine import EngineConfig, MeshConfig
 from configs.server import ServerConfig
+from serving.api.http_jobs import job_routes
 from serving.api.http_server import HttpServer, build_app
 from serving.api.service import Service
 from serving.async_engine import AsyncEngine
 from serving.engine import build_engine
+from serving.jobs.jobs import Jobs
+from serving.jobs.store import Store
 from serving.operations.operations import Operations
 from serving.structured.compiler import GrammarCompiler
 from serving.text.byte_level import CHARACTER_OF_BYTE
@@ -101,6 +105,49 @@ class Servers:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+def check_idle(engine: AsyncEngine, service: Service | None = None) -> None:
+    """The engine comes to rest, and has every page and slot that it has at its start."""
+    deadline_s = time.monotonic() + 60
+    while engine.engine.has_work() or (service is not None and service.num_in_flight):
+        assert time.monotonic() < deadline_s, engine.stats()
+        time.sleep(0.01)
+    stats = engine.stats()
+    assert engine.is_alive
+    assert (stats["num_running"], stats["num_waiting"], stats["num_compiles_while_serving"]) == (0, 0, 0)
+    assert stats["num_free_pages"] == stats["num_pages"] - 1 and stats["num_free_slots"] == 8
+    engine.engine.scheduler.check_integrity()
+
+
+class JobServer:
+    """HTTP over a store of jobs; the jobs run until `close`."""
+
+    def __init__(self, running: Servers, engine: Any, config: ServerConfig, now_s: Callable[[], float] = time.time):
+        self.running = running
+        self.service = Service(config, "tiny")
+        if engine is not None:
+            self.service.attach(engine)
+        self.jobs = Jobs(self.service, Store(config), now_s=now_s)
+        app = build_app(self.service, version="0", more_routes=job_routes(self.service, self.jobs))
+        self.url = running.start(app, config)
+        self._serving = asyncio.run_coroutine_threadsafe(self.jobs.serve(), self.running.loop)
+
+    def close(self) -> None:
+        self.running.loop.call_soon_threadsafe(self.jobs.stop)
+        self._serving.result(timeout=30)
+        self.jobs.close()
+
+
+@contextlib.contextmanager
+def job_server(running: Servers, engine: Any, folder: Path, **fields: Any) -> Iterator[JobServer]:
+    now_s = fields.pop("now_s", time.time)
+    config = ServerConfig(batch_dir=str(folder), **{"served_model_name": "tiny", "max_batch_in_flight": 4, **fields})
+    server = JobServer(running, engine, config, now_s)
+    try:
+        yield server
+    finally:
+        server.close()
 
 
 @contextlib.contextmanager
