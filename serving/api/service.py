@@ -15,7 +15,7 @@ from configs.hf import ARCHITECTURES
 from configs.server import ServerConfig
 from serving.api.chat_text import OutputFormats, check_formats, prompt_end
 from serving.api.constrained_chat import chat_constraint
-from serving.api.errors import GivenUpError, OverloadedError, UnavailableError, UnknownModelError
+from serving.api.errors import GivenUpError, NotFoundError, OverloadedError, UnavailableError, UnknownModelError
 from serving.api.keys import ApiKeys
 from serving.api.output_constraint import constrained, error_of_request
 from serving.api.responses import Answer, ChatAnswer, CompletionAnswer
@@ -322,6 +322,20 @@ class Service:
             return prompt_text(engine.tokenizer, call.token_ids, skip_special_tokens=False)
 
         return {"prompt": await self.in_text_thread(decode)}
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """vLLM's answer of /tokenizer_info but for the chat template, which stays with the server: /tokenize renders.
+
+        Raises NotFoundError for a model without a tokenizer, and UnavailableError.
+        """
+        engine = self.engine.engine
+        if engine.tokenizer is None:
+            raise NotFoundError("tokenizer", "there is none: this model takes token ids")
+        return {
+            "tokenizer_class": type(engine.tokenizer).__name__,
+            "model_max_length": engine.max_model_len,
+            **engine.tokenizer.special_tokens,  # bos_token, eos_token, ...
+        }
 
     def models(self) -> list[dict[str, Any]]:
         """The models that clients may name, in OpenAI's form."""

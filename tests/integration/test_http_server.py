@@ -1035,7 +1035,7 @@ def test_s47_while_the_model_loads_the_server_is_alive_and_not_ready(running, en
     address, service = running.start_service(ServerConfig(), None)
     with httpx.Client(base_url=address) as client:
         assert client.get("/health").status_code == client.get("/healthz").status_code == 200
-        for path in ("/readyz", "/ping", "/v1/models"):
+        for path in ("/readyz", "/ping", "/v1/models", "/tokenizer_info"):
             refused(client.get(path), 503)
         early = client.post(COMPLETIONS, json={"prompt": "a"})
         assert "loading" in refused(early, 503)["message"] and early.headers["retry-after"] == "1"
@@ -1110,9 +1110,17 @@ def test_a_callers_trace_context_is_carried_through_and_a_broken_one_is_dropped(
         assert "traceparent" not in http.get("/health", headers={"traceparent": bad}).headers
 
 
+def test_a_model_without_a_tokenizer_has_no_tokenizer_info(http, engine, monkeypatch):
+    monkeypatch.setattr(engine.engine, "tokenizer", None)
+    assert refused(http.get("/tokenizer_info"), 404)["param"] == "tokenizer"
+
+
 def test_small_routes(http):
     assert http.get("/version").json() == {"version": "0"}
     assert http.get("/load").json() == {"server_load": 0, "num_running": 0, "num_waiting": 0}
+    info = http.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"], info["model_max_length"]) == ("<s>", "<|im_end|>", CONTEXT)
+    assert info["tokenizer_class"] and "chat_template" not in info
     for path in ("/health", "/readyz", "/ping"):
         response = http.get(path)
         assert (response.status_code, response.content) == (200, b"")
