@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,7 +32,7 @@ from serving.api.schema import (
     parse_tokenize,
 )
 from serving.api.token_text import prompt_text, shown_token
-from serving.request import RequestContext, RequestError, RequestOutput, shown
+from serving.request import NotNowError, RequestContext, RequestError, RequestOutput, shown
 from serving.status import status_snapshot
 from serving.text.base import TokenizerError
 from serving.text.generation_config import default_fields
@@ -65,6 +66,7 @@ class Service:
         self.num_in_flight = 0
         self._engine: AsyncEngine | None = None
         self._operations: Operations | None = None
+        self._early_refusals: Counter[str] = Counter()  # by reason, while the engine loads
         self._defaults: dict[str, Any] = {}
         self._formats = OutputFormats()
         self._is_draining = False
@@ -81,6 +83,10 @@ class Service:
         self._formats = OutputFormats.of_model(self.config, inner.tokenizer, model_type, inner.eos_token_ids)
         self._defaults = default_fields(inner.generation_config, max_model_len=inner.max_model_len)
         self._engine, self._operations = engine, operations
+        if operations is not None:
+            for reason in self._early_refusals.elements():
+                operations.metrics.count_refusal(reason)
+            self._early_refusals.clear()
 
     def drain(self) -> None:
         """No new requests are taken from now on; those in flight go on."""
@@ -155,11 +161,12 @@ class Service:
         return status_snapshot(metrics.engine, metrics)
 
     def count_refusal(self, reason: str | None) -> None:
-        """A request was refused before it ran: `reason` is one of `serving.metrics.REFUSALS`, None for one that ran.
-
-        Those that come while the engine loads are not counted.
-        """
-        if reason is not None and self._operations is not None:
+        """A request was refused before it ran: `reason` is one of `serving.metrics.REFUSALS`, None for one that ran."""
+        if reason is None:
+            return
+        if self._operations is None:
+            self._early_refusals[reason] += 1  # of which metrics learn once there are any
+        else:
             self._operations.metrics.count_refusal(reason)
 
     @property
@@ -261,6 +268,8 @@ class Service:
     ) -> CheckedRequest:
         try:
             return engine.engine.check(prompt, call.params, cache_salt=call.cache_salt)
+        except NotNowError as error:
+            raise UnavailableError(str(error), retry_after_s=self.config.retry_after_s) from error
         except RequestError as error:
             # The engine's names of a prompt and of what outputs must match are not the request's.
             if call.constraint is not None:

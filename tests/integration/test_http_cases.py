@@ -11,6 +11,7 @@ import pytest
 from http_harness import CONTEXT, Servers, servers, tiny_engine
 
 from configs.server import ServerConfig
+from serving.request import NotNowError
 from serving.structured.constraint import Constraint
 
 LETTERS = list(range(ord("a"), ord("z") + 1))
@@ -182,6 +183,19 @@ def test_s68_a_schema_that_fails_only_when_it_is_compiled_fails_its_request_alon
         for schema in ({}, True):
             body = {"prompt": "a", "structured_outputs": {"json": schema}, "max_tokens": 8, "logit_bias": {"110": 100}}
             assert ok(http.post(COMPLETIONS, json=body))["choices"][0]["text"] == "null"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_cannot_be_compiled_now_may_be_later(http, engine, monkeypatch, stream):
+    def busy(structured: Any) -> Any:
+        raise NotNowError("structured", "cannot be compiled now: others are being compiled")
+
+    monkeypatch.setattr(engine.engine._grammars, "compile", busy)
+    response = http.post(COMPLETIONS, json={**DIGITS, "stream": stream})
+    error = refused(response, 503)
+    assert "cannot be compiled now" in error["message"] and response.headers["retry-after"] == "1"
+    monkeypatch.undo()
+    assert len(ok(http.post(COMPLETIONS, json=DIGITS))["choices"][0]["text"]) == 12
 
 
 @pytest.mark.parametrize("stream", [False, True])

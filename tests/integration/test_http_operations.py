@@ -129,6 +129,17 @@ def test_a_refusal_for_load_is_counted_and_a_client_that_left_is_not(running, en
     assert httpx.get(address + "/metrics").status_code == 200  # while draining too
 
 
+def test_refusals_while_the_model_loads_are_counted_once_there_are_metrics(running, engine, operations):
+    address, service = running.start_service(ServerConfig(), None)
+    for _ in range(3):
+        assert httpx.post(address + COMPLETIONS, json={"prompt": "a"}).status_code == 503
+    service.attach(engine, operations)
+    assert operations.metrics.values()["headrace_requests_refused_total"][("unavailable",)] == 3
+    service.drain()
+    assert httpx.post(address + COMPLETIONS, json={"prompt": "a"}).status_code == 503
+    assert operations.metrics.values()["headrace_requests_refused_total"][("unavailable",)] == 4
+
+
 @pytest.mark.parametrize("name", ["status", "chat"])
 def test_a_page_opens_in_a_browser_which_has_no_key_to_bring_and_shows_nothing_without_one(http, name):
     page = load_page(name)

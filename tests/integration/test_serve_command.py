@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import signal
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -143,6 +145,20 @@ def test_what_cannot_be_served_is_refused_in_one_line(capsys):
             error = capsys.readouterr().err
             last = error.splitlines()[-1]
             assert last.startswith("headrace: error: ") and message in last and "a b" not in last
+
+
+def test_traces_without_their_packages_are_refused_before_the_model_loads(capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+
+    def without_opentelemetry(name: str) -> Any:
+        if name.startswith("opentelemetry"):
+            raise ModuleNotFoundError(name)  # of a package inside one that is not there
+        return find_spec(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_opentelemetry)
+    assert main(["serve", "--model=dummy:/no/such/folder", "--otlp_endpoint=http://localhost:4318/v1/traces"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("headrace: error: serve needs opentelemetry.sdk") and "headrace[otel]" in error
 
 
 def test_a_dry_run_says_what_would_run_and_a_key_is_in_nothing_printed(capsys):
