@@ -178,7 +178,7 @@ def test_where_every_worker_is_busy_or_silent_a_request_may_be_served_later(new_
     compiler.limits = usual
     worker._max_wall_s = 0.01
     compiler._workers.put(worker)
-    with pytest.raises(NotNowError, match="cannot be compiled now: compiling took more than 0.01 s"):
+    with pytest.raises(NotNowError, match="cannot be compiled now: compiling took more than"):
         compiler.compile(SLOW)
     assert compiler.num_cached == 1  # neither is remembered as wrong
     assert compiler.compile(StructuredOutput.regex("b"))  # by a new worker
