@@ -25,7 +25,7 @@ from grpc_harness import grpc_server, message_of, refusal, status_verdict, stub
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from http_harness import CONTEXT, TINY, Servers, servers, tiny_engine
+from http_harness import CONTEXT, TINY, Servers, check_idle
 from smg_grpc_proto import vllm_engine_pb2
 
 from configs.checks import ConfigError
@@ -42,19 +42,6 @@ CONFIG = ServerConfig(served_model_name="tiny", max_body_bytes=200_000, max_head
 LETTERS = list(range(ord("a"), ord("z") + 1))
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "allowed_token_ids": LETTERS}
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-
-
-@pytest.fixture(scope="module")
-def engine():
-    engine = tiny_engine()
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def running(engine):
-    with servers() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +76,7 @@ def client(target) -> Iterator[ServingStub]:
 @pytest.fixture(autouse=True)
 def engine_is_left_as_it_was(engine, served):
     yield
-    deadline_s = time.monotonic() + 30
-    while (engine.engine.has_work() or served[1].num_in_flight) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    stats = engine.stats()
-    assert (stats["num_running"], stats["num_waiting"], served[1].num_in_flight) == (0, 0, 0)
-    assert stats["num_free_pages"] == stats["num_pages"] - 1 and stats["num_free_slots"] == 8
-    assert stats["num_compiles_while_serving"] == 0
-    engine.engine.scheduler.check_integrity()
+    check_idle(engine, served[1])
 
 
 def completion(prompt: Any = "hello", **fields: Any) -> pb.GenerateRequest:

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from http_harness import CONTEXT, Servers, servers, tiny_engine
+from http_harness import CONTEXT, Servers, check_idle, servers
 
 from configs.server import ServerConfig
 from serving.request import NotNowError
@@ -18,13 +18,6 @@ LETTERS = list(range(ord("a"), ord("z") + 1))
 COMPLETIONS = "/v1/completions"
 NEIGHBOUR = {"prompt": "hello", "temperature": 0, "ignore_eos": True, "allowed_token_ids": LETTERS, "max_tokens": 40}
 DIGITS = {"prompt": "a", "structured_outputs": {"regex": "[0-9]{12}"}, "max_tokens": 20}
-
-
-@pytest.fixture(scope="module")
-def engine():
-    engine = tiny_engine()
-    yield engine
-    engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +39,7 @@ def http(url):
 @pytest.fixture(autouse=True)
 def engine_is_left_as_it_was(engine):
     yield
-    stats = engine.stats()
-    assert engine.is_alive
-    assert (stats["num_running"], stats["num_waiting"], stats["num_compiles_while_serving"]) == (0, 0, 0)
-    assert stats["num_free_pages"] == stats["num_pages"] - 1
-    engine.engine.scheduler.check_integrity()
+    check_idle(engine)
 
 
 def ok(response: httpx.Response) -> dict[str, Any]:

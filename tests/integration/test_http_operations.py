@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 from grpc_harness import grpc_server, stub
-from http_harness import Servers, servers, tiny_engine
+from http_harness import Servers
 from prometheus_client.parser import text_string_to_metric_families
 
 from configs.operations import OperationsConfig
@@ -37,19 +37,6 @@ class Requests(EngineObserver):
 
     def request_finished(self, record: RequestRecord) -> None:
         self.records.append(record)
-
-
-@pytest.fixture(scope="module")
-def engine():
-    engine = tiny_engine()
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def running():
-    with servers() as running:
-        yield running
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 from bad_requests import SMALLEST, edge_values, fields_of
-from http_harness import BOS, CONTEXT, END, TURN, VOCAB_SIZE, Servers, byte_tokenizer, servers, tiny_engine
+from http_harness import BOS, CONTEXT, END, TURN, VOCAB_SIZE, Servers, byte_tokenizer, check_idle
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -29,19 +29,6 @@ GREEDY = {"temperature": 0, "ignore_eos": True, "allowed_token_ids": LETTERS}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
 CONFIG = ServerConfig(served_model_name="tiny", max_body_bytes=200_000, max_header_bytes=4096)
-
-
-@pytest.fixture(scope="module")
-def engine():
-    engine = tiny_engine()
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def running(engine):
-    with servers() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +61,7 @@ def client(url):
 @pytest.fixture(autouse=True)
 def engine_is_left_as_it_was(engine):
     yield
-    deadline_s = time.monotonic() + 30
-    while engine.engine.has_work() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    stats = engine.stats()
-    assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
-    assert stats["num_free_pages"] == stats["num_pages"] - 1 and stats["num_free_slots"] == 8
-    assert stats["num_compiles_while_serving"] == 0
-    engine.engine.scheduler.check_integrity()
+    check_idle(engine)
 
 
 def ok(response: httpx.Response) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from doors import (
 )
 from google.protobuf.message import Message
 from grpc_harness import grpc_server, message_of
-from http_harness import Servers, check_idle, job_server, servers, tiny_engine
+from http_harness import Servers, check_idle, job_server
 
 from configs.server import ServerConfig
 from serving.api.service import Service
@@ -54,19 +54,6 @@ def draw() -> random.Random:
     seed = time.time_ns() % 2**32
     print(f"seed {seed}")
     return random.Random(seed)
-
-
-@pytest.fixture(scope="module")
-def engine():
-    engine = tiny_engine()
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def running(engine):
-    with servers() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 import pytest
 from grpc_harness import grpc_server
-from http_harness import check_idle, servers, tiny_engine
+from http_harness import check_idle, servers
 
 from configs.server import ServerConfig
 from serving.proto.v1 import serving_pb2 as pb
@@ -153,13 +153,6 @@ async def grpc_client(stub: Any, watch: Watch, client: int, rng: random.Random) 
         reading.cancel()
     watch.leave(client)
     call.cancel()
-
-
-@pytest.fixture(scope="module")
-def engine():
-    engine = tiny_engine()
-    yield engine
-    engine.close()
 
 
 def test_five_thousand_clients_that_leave_leave_nothing(engine, caplog, monkeypatch):

@@ -12,26 +12,13 @@ import grpc
 import httpx
 import pytest
 from grpc_harness import grpc_server
-from http_harness import Servers, check_idle, servers, tiny_engine
+from http_harness import Servers, check_idle
 
 from configs.server import ServerConfig
 from serving.proto.v1 import serving_pb2 as pb
 from serving.proto.v1.serving_pb2_grpc import ServingStub
 
 SETTINGS: dict[str, Any] = {"ignore_eos": True, "allowed_token_ids": list(range(97, 123)), "return_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def engine():
-    engine = tiny_engine()
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def running(engine):
-    with servers() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
