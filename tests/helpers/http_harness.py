@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from configs.engine import EngineConfig, MeshConfig
 from configs.server import ServerConfig
@@ -118,6 +122,37 @@ def check_idle(engine: AsyncEngine, service: Service | None = None) -> None:
     assert (stats["num_running"], stats["num_waiting"], stats["num_compiles_while_serving"]) == (0, 0, 0)
     assert stats["num_free_pages"] == stats["num_pages"] - 1 and stats["num_free_slots"] == 8
     engine.engine.scheduler.check_integrity()
+
+
+def free_port() -> int:
+    """A port that nobody has, and below those that the system gives out, so that nobody is given it meanwhile."""
+    while True:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(("127.0.0.1", random.randrange(15_000, 32_000))) as taken,
+        ):
+            port: int = taken.getsockname()[1]
+            return port
+
+
+class Brake:
+    """Lets an engine run `num_steps` steps, then none until there are more; it takes requests and aborts meanwhile.
+
+    None: any number. So a test can have clients do what they do while requests are under way, on a slow machine too.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine, num_steps: int | None = 0):
+        self.num_steps = num_steps
+        self._step = engine.engine.step
+        monkeypatch.setattr(engine.engine, "step", self._braked_step)
+
+    def _braked_step(self) -> list[Any]:
+        if self.num_steps == 0:
+            time.sleep(0.001)
+            return []
+        if self.num_steps is not None:
+            self.num_steps -= 1
+        return self._step()
 
 
 class JobServer:

@@ -25,7 +25,7 @@ from grpc_harness import grpc_server, message_of, refusal, status_verdict, stub
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from http_harness import CONTEXT, TINY, Servers, check_idle
+from http_harness import CONTEXT, TINY, Brake, Servers, check_idle
 from smg_grpc_proto import vllm_engine_pb2
 
 from configs.checks import ConfigError
@@ -330,6 +330,25 @@ def test_an_unknown_model_and_too_much_at_once_have_their_codes(client, service,
     monkeypatch.undo()
 
 
+def test_s18_two_calls_may_have_one_id_at_once(target):
+    async def work() -> list[pb.GenerateResponse]:
+        async with grpc.aio.insecure_channel(target) as channel:
+            client = ServingStub(channel)
+
+            async def one(i: int) -> pb.GenerateResponse:
+                call = client.Generate(completion([5], max_tokens=20, request_id="same", seed=i))
+                part = await call.read()
+                assert await call.read() is grpc.aio.EOF
+                return part
+
+            together = await asyncio.gather(*(one(i) for i in range(4)))
+            return [*together, await one(4)]  # and once more after they have ended
+
+    answers = asyncio.run(work())
+    assert len({answer.id for answer in answers}) == 5
+    assert len({answer.choices[0].text for answer in answers}) == 1
+
+
 def test_a_fault_of_the_server_is_told_without_its_details(client, service, monkeypatch):
     async def broken(call: Any) -> None:
         raise KeyError("secret")
@@ -387,19 +406,19 @@ def test_s41_calls_that_are_cancelled_leave_nothing(client, engine, is_streamed)
             next(call)
         call.cancel()
     assert answer(client, completion(max_tokens=3)).usage.completion_tokens == 3
-    assert engine.stats()["num_output_tokens"] - before < 64 * 90
+    assert engine.stats()["num_output_tokens"] - before < 6 * 64 * 90 / 2
 
 
 def test_work_past_its_deadline_is_dropped_whether_it_waits_or_runs(client, engine):
     before = engine.stats()
     long = client.Generate(completion([1], n=128, max_tokens=90, stream=True))
     next(long)
-    waiting = client.Generate(completion([2], max_tokens=90), timeout=0.1)
+    waiting = client.Generate(completion([2], max_tokens=90), timeout=0.5)
     with pytest.raises(grpc.RpcError) as caught:
         list(waiting)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     long.cancel()
-    runs = client.Generate(completion([1], n=128, max_tokens=90, stream=True), timeout=0.3)
+    runs = client.Generate(completion([1], n=128, max_tokens=90, stream=True), timeout=1.0)
     with pytest.raises(grpc.RpcError) as caught:
         list(runs)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -482,7 +501,7 @@ def test_a_batch_stops_reading_while_its_results_are_not_taken(target, service, 
 
 
 def test_an_id_in_flight_twice_ends_the_batch(client):
-    double = items(1, max_tokens=90)[0]
+    double = items(1, n=64, max_tokens=90)[0]
     code, text, field = refused(client.GenerateBatch(iter([double, double])))
     assert (code, field) == ("INVALID_ARGUMENT", "id") and "in flight" in text
     code, _, field = refused(client.GenerateBatch(iter([pb.GenerateBatchRequest()])))
@@ -494,7 +513,7 @@ def test_a_batch_that_ends_early_says_why_whatever_waits_to_be_read(target):
         async with grpc.aio.insecure_channel(target, options=[("grpc.http2.bdp_probe", 0)]) as channel:
             call = ServingStub(channel).GenerateBatch()
             big = items(2, n=4, max_tokens=90, logprobs=20)
-            slow = items(3, n=32, max_tokens=90)[2]
+            slow = items(3, n=128, max_tokens=90)[2]
             for request in (*big, slow):
                 await call.write(request)
             await asyncio.sleep(0.3)  # results wait
@@ -568,7 +587,7 @@ def all_methods() -> list[Any]:
 
 def call_raw(channel: grpc.Channel, path: str, metadata: Any) -> grpc.StatusCode:
     """How a call of one empty message ends, or OK once it is answered."""
-    call = channel.stream_stream(path)(iter([b""]), metadata=metadata, timeout=10)
+    call = channel.stream_stream(path)(iter([b""]), metadata=metadata, timeout=60)
     try:
         next(call, None)
     except grpc.RpcError as error:
@@ -675,13 +694,15 @@ def test_a_gateway_gets_token_ids_in_chunks_and_whole(vllm, client):
     assert stopped.complete.finish_reason == "stop" and stopped.complete.matched_token_id == token_ids[1]
 
 
-def test_a_gateway_aborts_by_its_id(vllm, engine):
+def test_a_gateway_aborts_by_its_id(vllm, engine, monkeypatch):
+    brake = Brake(monkeypatch, engine, 10)
     request = {"request_id": "a", "tokenized": {"input_ids": [5]}, "stream": True}
     call = vllm("Generate", **request, sampling_params={**SETTINGS, "n": 64, "max_tokens": 90})
     first = next(call)
     code, _, field = refused(vllm("Generate", **request, sampling_params=SETTINGS))
     assert (code, field) == ("INVALID_ARGUMENT", "request_id")
     vllm("Abort", request_ids=["a", "unknown"])
+    brake.num_steps = None
     ends = [part.complete for part in [first, *call] if part.HasField("complete")]
     assert [end.finish_reason for end in ends] == ["abort"] * 64
     assert list(vllm("Generate", **request, sampling_params=SETTINGS))[-1].complete.finish_reason == "length"

@@ -18,18 +18,14 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from http_harness import free_port
 
 from serving.__main__ import main
 
 TINY = Path(__file__).parents[1] / "data" / "tiny"
 FLAGS = ["--dtype=float32", "--max_num_seqs=2", "--prefill_token_buckets=32", "--num_pages=200", "--max_decode_steps=1"]
-FLAGS += ["--measure_peaks=false"]
+FLAGS += ["--measure_peaks=false", "--drain_grace_s=300"]
 LONG = {"prompt": [1, 2], "max_tokens": 900, "ignore_eos": True, "temperature": 0, "stream": True}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -83,7 +79,10 @@ async def drained(port: int, process: subprocess.Popen[str], *, n: int, num_sign
 def test_s46_s47_loading_is_said_ready_is_said_and_a_signal_lets_requests_end(tmp_path):
     port, grpc_port, log = free_port(), free_port(), tmp_path / "log"
     flags = ("--served_model_name=m", "--json_logs=true", f"--grpc_port={grpc_port}")
-    with serving(port, *flags, log=log) as process, httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+    with (
+        serving(port, *flags, log=log) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
+    ):
         while True:
             with contextlib.suppress(httpx.ConnectError):
                 assert client.get("/health").status_code == 200
@@ -122,7 +121,7 @@ def test_a_signal_while_the_model_loads_ends_the_process():
     with serving(port) as process:
         while True:
             with contextlib.suppress(httpx.ConnectError):
-                httpx.get(f"http://127.0.0.1:{port}/health")
+                httpx.get(f"http://127.0.0.1:{port}/health", timeout=60)
                 break
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
