@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,34 @@ class Doors:
             if last.is_last
         }
 
+    def check_message(self, endpoint: str, body: dict[str, Any], message: Message) -> Verdict:
+        """gRPC's verdict on `message`, which is HTTP's on the `body` that says the same."""
+        verdict = self.by_grpc(message)
+        if not is_finite(body):  # no JSON: HTTP refuses it as such
+            assert verdict.status == 400, (endpoint, body)
+            return verdict
+        theirs = self.by_http(PATHS[endpoint], body)
+        assert theirs == verdict or theirs.status == 413, (body, theirs, verdict)  # longer as JSON than as a message
+        return verdict
+
+    def check_lines(self, bodies: Sequence[tuple[str, bytes]], by_http: Sequence[Verdict]) -> list[Verdict]:
+        """A batch's verdicts on HTTP requests (path, body), which are HTTP's; a good one after each has its answer."""
+        golden = json.dumps(GOLDEN).encode()
+        requests = []
+        for i, (path, body) in enumerate(bodies):
+            requests.append(pb.GenerateBatchRequest(id=str(i), http=pb.HttpRequest(url=path, body=body)))
+            http = pb.HttpRequest(url=PATHS["completions"], body=golden)
+            requests.append(pb.GenerateBatchRequest(id=f"golden {i}", http=http))
+        answers = self.by_batch(requests)
+        assert len(answers) == len(requests)
+        for i, ((path, body), theirs) in enumerate(zip(bodies, by_http, strict=True)):
+            assert answers[f"golden {i}"] == OK
+            if theirs == OK and answers[str(i)] != OK:
+                assert answers[str(i)].field == "stream" and b'"stream": true' in body
+            else:
+                assert answers[str(i)] == theirs, (path, body[:500])
+        return [answers[str(i)] for i in range(len(bodies))]
+
     def golden_by_http(self) -> str:
         response = self.http.post("/v1/completions", json=GOLDEN)
         assert response.status_code == 200, response.text
@@ -139,9 +167,10 @@ def verdict_of_error(error: grpc.RpcError) -> Verdict:
     return verdict_of_status(*refusal(error))
 
 
-def lines_of(bodies: Sequence[tuple[str, bytes]]) -> Iterator[pb.GenerateBatchRequest]:
-    """HTTP requests (path, body) as items of a batch, by their index, and a golden one after each."""
-    golden = json.dumps(GOLDEN).encode()
-    for i, (path, body) in enumerate(bodies):
-        yield pb.GenerateBatchRequest(id=str(i), http=pb.HttpRequest(url=path, body=body))
-        yield pb.GenerateBatchRequest(id=f"golden {i}", http=pb.HttpRequest(url="/v1/completions", body=golden))
+def is_finite(value: Any) -> bool:
+    """Whether JSON can say it."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True

@@ -17,7 +17,8 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from bad_requests import SMALLEST, edge_values, fields_of
+from bad_requests import SMALLEST, fields_of, requests_of_hostile_texts, requests_of_one_bad_value
+from doors import GENERATING, PATHS, Doors
 from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.struct_pb2 import Struct
 from google.rpc import error_details_pb2
@@ -41,7 +42,6 @@ from serving.proto.v1.serving_pb2_grpc import ServingStub
 CONFIG = ServerConfig(served_model_name="tiny", max_body_bytes=200_000, max_header_bytes=8192, max_batch_in_flight=4)
 LETTERS = list(range(ord("a"), ord("z") + 1))
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "allowed_token_ids": LETTERS}
-PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,12 @@ def client(target) -> Iterator[ServingStub]:
 def engine_is_left_as_it_was(engine, served):
     yield
     check_idle(engine, served[1])
+
+
+@pytest.fixture
+def doors(http, target) -> Iterator[Doors]:
+    with grpc.insecure_channel(target) as channel:
+        yield Doors(http, channel)
 
 
 def completion(prompt: Any = "hello", **fields: Any) -> pb.GenerateRequest:
@@ -179,83 +185,36 @@ def test_messages_have_the_fields_of_the_schema():
         assert {field.name for field in message.DESCRIPTOR.fields} == effective, endpoint
 
 
-def _is_finite(value: Any) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return False
-    return True
-
-
-def test_s67_every_value_gets_the_verdict_that_http_gives_and_hurts_nobody(client, http, engine):
+def test_s67_every_value_gets_the_verdict_that_http_gives_and_hurts_nobody(doors):
     seed = random.randrange(2**32)
     print("seed", seed)
-    golden = answer(client, completion(max_tokens=2)).choices[0].text
-    cases = []
-    for endpoint, field in fields_of(CONFIG):
-        short = {"max_tokens": 1} if endpoint in PATHS else {}
-        for value in edge_values(field):
-            body = {**SMALLEST[endpoint], **short, field.name: value}
-            message = message_of(endpoint, body)
-            if message is not None:
-                cases.append((endpoint, body, message))
-    assert len(cases) > 300
-    verdicts = set()
-    for endpoint, body, message in random.Random(seed).sample(cases, 300):
-        try:
-            if endpoint in PATHS:
-                list(client.Generate(pb.GenerateRequest(**{endpoint.removesuffix("s"): message})))
-            else:
-                getattr(client, endpoint.capitalize())(message)
-            verdict: Any = "OK"
-        except grpc.RpcError as error:
-            verdict = refusal(error)
-            assert answer(client, completion(max_tokens=2)).choices[0].text == golden
-        verdicts.add(verdict[0] if verdict != "OK" else verdict)
-        if not _is_finite(body):  # no JSON: HTTP refuses it as such
-            assert verdict[0] == "INVALID_ARGUMENT"
-            continue
-        response = http.post(PATHS.get(endpoint, f"/{endpoint}"), json=body)
-        if response.status_code == 200:
-            assert verdict == "OK", (endpoint, body)
-            continue
-        if response.status_code == 413:  # longer as JSON than as a message
-            continue
-        error = response.json()["error"]
-        code, text, field = verdict
-        assert text == error["message"], (endpoint, body)
-        assert (code, field) in (("INVALID_ARGUMENT", error["param"]), ("NOT_FOUND", None)), (endpoint, body)
-    assert {"OK", "INVALID_ARGUMENT"} <= verdicts <= {"OK", "INVALID_ARGUMENT", "NOT_FOUND"}
-    assert engine.is_alive
+    cases = [
+        (endpoint, body, message)
+        for endpoint, _, body in (*requests_of_one_bad_value(CONFIG), *requests_of_hostile_texts())
+        if (message := message_of(endpoint, body)) is not None and message.ByteSize() <= CONFIG.max_body_bytes
+    ]
+    assert len(cases) > 1000
+    statuses = set()
+    for case in random.Random(seed).sample(cases, 300):
+        verdict = doors.check_message(*case)
+        statuses.add(verdict.status)
+        if verdict.is_refusal:
+            doors.check_golden("grpc")
+    assert {200, 400} <= statuses <= {200, 400, 404}
 
 
-def test_s67_a_batch_gives_the_same_verdicts_as_http_for_any_json(client, http):
+def test_s67_a_batch_gives_the_same_verdicts_as_http_for_any_json(doors):
     seed = random.randrange(2**32)
     print("seed", seed)
-    cases = [(e, field.name, value) for e, field in fields_of(CONFIG) if e in PATHS for value in edge_values(field)]
-    bodies = [
-        (PATHS[endpoint], json.dumps({**SMALLEST[endpoint], "max_tokens": 1, name: value}).encode())
-        for endpoint, name, value in random.Random(seed).sample(cases, 300)
+    cases = [
+        (PATHS[endpoint], content)
+        for endpoint, _, body in (*requests_of_one_bad_value(CONFIG), *requests_of_hostile_texts())
+        if endpoint in GENERATING and len(content := json.dumps(body).encode()) <= CONFIG.max_body_bytes
     ]
-    bodies += [("/v1/completions", data) for data in (b"", b"{", b"[1]", b"\xff", b'{"prompt": 1e999}', b"[" * 1000)]
-    requests = [
-        pb.GenerateBatchRequest(id=str(i), http=pb.HttpRequest(url=url, body=body))
-        for i, (url, body) in enumerate(bodies)
-    ]
-    answers = {response.id: response for response in client.GenerateBatch(iter(requests))}
-    assert len(answers) == len(bodies)
-    for i, (url, body) in enumerate(bodies):
-        ours = answers[str(i)]
-        assert ours.is_last and ours.WhichOneof("result") == "http"
-        theirs = http.post(url, content=body, headers={"content-type": "application/json"})
-        mine = json.loads(ours.http.body)
-        if theirs.headers["content-type"].startswith("text/event-stream"):
-            assert mine["error"]["param"] == "stream"
-        elif theirs.status_code == 200:
-            assert ours.http.status_code == 200
-            assert mine["usage"]["prompt_tokens"] == theirs.json()["usage"]["prompt_tokens"]
-        else:
-            assert (ours.http.status_code, mine) == (theirs.status_code, theirs.json()), body
+    bodies = random.Random(seed).sample(cases, 300)
+    broken = (b"", b"{", b"[1]", b"\xff", b'{"prompt": 1e999}', b"[" * 1000)
+    bodies += [(PATHS["completions"], content) for content in broken]
+    doors.check_lines(bodies, [doors.by_http(*line) for line in bodies])
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff", b"\x0a\x05\x12\x03\x0a\x01\xff", b"\x0a\xff\xff\xff\xff\x0f", b"\x0a"])

@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from bad_requests import SMALLEST, edge_values, fields_of
+from bad_requests import requests_of_hostile_texts, requests_of_one_bad_value
+from doors import PATHS
 from http_harness import BOS, CONTEXT, END, TURN, VOCAB_SIZE, Brake, Servers, byte_tokenizer, check_idle
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -660,15 +661,11 @@ def test_s27_repetition_counts_the_prompt_too_and_presence_and_frequency_do_not(
 def test_s67_no_value_of_any_field_is_more_than_refused(http, engine):
     seed = random.randrange(2**32)
     print("seed", seed)
-    paths = {"completions": COMPLETIONS, "chat": CHAT, "tokenize": "/tokenize", "detokenize": "/detokenize"}
-    requests = [(e, field.name, value) for e, field in fields_of(CONFIG) for value in edge_values(field)]
-    short = {"max_tokens": 1}
+    requests = [*requests_of_one_bad_value(CONFIG), *requests_of_hostile_texts()]
     statuses: set[int] = set()
-    for endpoint, name, value in random.Random(seed).sample(requests, 500):
-        content = json.dumps(
-            {**SMALLEST[endpoint], **(short if endpoint in ("completions", "chat") else {}), name: value}
-        )
-        response = http.post(paths[endpoint], content=content, headers={"Content-Type": "application/json"})
+    for endpoint, _, body in random.Random(seed).sample(requests, 500):
+        content = json.dumps(body)
+        response = http.post(PATHS[endpoint], content=content, headers={"Content-Type": "application/json"})
         if response.status_code != 200:
             refused(response, response.status_code)
         statuses.add(response.status_code)

@@ -25,7 +25,7 @@ from doors import (
     Doors,
     Verdict,
     golden_message,
-    lines_of,
+    is_finite,
     verdict_of_error,
     verdict_of_http,
 )
@@ -113,20 +113,11 @@ def test_s67_bodies_over_http_and_in_batches(doors, draw):
         doors.check_golden("http")
     report("HTTP", by_http)
     known = [
-        (path, body, verdict)
+        ((path, body), verdict)
         for (path, body), verdict in zip(bodies, by_http, strict=True)
         if path in URLS and len(body) <= CONFIG.max_body_bytes  # longer ones end the call that they come in
     ]
-    answers = doors.by_batch(lines_of([(path, body) for path, body, _ in known]))
-    assert len(answers) == 2 * len(known)
-    by_batch = []
-    for i, (path, body, verdict) in enumerate(known):
-        assert answers[f"golden {i}"] == OK
-        by_batch.append(answers[str(i)])
-        if verdict == OK and answers[str(i)] != OK:
-            assert answers[str(i)].field == "stream" and b'"stream": true' in body
-        else:
-            assert answers[str(i)] == verdict, (path, body[:500])
+    by_batch = doors.check_lines([line for line, _ in known], [verdict for _, verdict in known])
     report("batch", by_batch)
     for verdicts in (by_http, by_batch):
         assert sum(verdict.is_refusal for verdict in verdicts) >= LEAST
@@ -140,16 +131,11 @@ def test_s67_messages_over_grpc(doors, draw):
         message = message_of(endpoint, body)
         if message is None or message.ByteSize() > CONFIG.max_body_bytes:
             return None
-        verdict = doors.by_grpc(message)
+        verdict = doors.check_message(endpoint, body, message)
         doors.check_golden("grpc")
         verdicts.append(verdict)
         if verdict.status == 400:
             assert verdict.field is not None and any(name in verdict.message for name in names), (body, verdict)
-        if not _is_finite(body):  # no JSON: HTTP refuses it as such
-            assert verdict.status == 400
-            return verdict
-        theirs = doors.by_http(PATHS[endpoint], body)
-        assert theirs == verdict or theirs.status == 413, (body, theirs, verdict)  # longer as JSON than as a message
         return verdict
 
     bad: dict[str, list[tuple[str, Any]]] = {endpoint: [] for endpoint in PATHS}
@@ -176,7 +162,7 @@ def test_s67_batches_of_good_and_bad_messages(doors, draw):
         for endpoint, _, body in itertools.chain(requests_of_one_bad_value(CONFIG), requests_of_hostile_texts())
         if endpoint in GENERATING
         and (message := message_of(endpoint, body)) is not None
-        and _is_finite(body)
+        and is_finite(body)
         and message.ByteSize() < CONFIG.max_body_bytes // 4
     ]
     draw.shuffle(cases)
@@ -439,7 +425,7 @@ def _judge_lines_of_a_job(doors: Doors, draw: random.Random) -> None:
     bodies = [
         body
         for endpoint, _, body in itertools.chain(requests_of_one_bad_value(CONFIG), requests_of_hostile_texts())
-        if endpoint == "completions" and _is_finite(body) and "\\ud8" not in json.dumps(body)
+        if endpoint == "completions" and is_finite(body) and "\\ud8" not in json.dumps(body)
     ]
     draw.shuffle(bodies)
     golden = {"prompt": "hello", "max_tokens": 1}
@@ -468,11 +454,3 @@ def _judge_lines_of_a_job(doors: Doors, draw: random.Random) -> None:
         else:
             assert verdict == theirs, body
     report("lines of a job", verdicts)
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return False
-    return True
