@@ -32,6 +32,7 @@ from doors import (
 from google.protobuf.message import Message
 from grpc_harness import grpc_server, message_of
 from http_harness import Servers, check_idle, job_server
+from smg_grpc_proto import vllm_engine_pb2
 
 from configs.server import ServerConfig
 from serving.api.service import Service
@@ -45,6 +46,7 @@ CONFIG = ServerConfig(
     max_batch_in_flight=4,
     max_batch_lines=10**5,
 )
+pytestmark = pytest.mark.timeout(3600)
 LEAST = 2000  # bad inputs of a door
 NUM_PAIRS, NUM_BROKEN = 3000, 2500
 
@@ -213,7 +215,12 @@ def test_bytes_that_are_broken_messages(doors, draw):
         ("StreamJobResults", pb.StreamJobResultsRequest(id="batch_a", skip_output=1, skip_errors=2)),
     ]
     samples += 100 * [(name, message.SerializeToString()) for name, message in jobs]
-    calls = {name: doors.channel.stream_stream(f"/serving.v1.Serving/{name}") for name in {name for name, _ in samples}}
+    samples = [(f"/serving.v1.Serving/{name}", data) for name, data in samples]
+    samples += 150 * [
+        (f"/vllm.grpc.engine.VllmEngine/{name}", message.SerializeToString()) for name, message in MESSAGES_OF_A_GATEWAY
+    ]
+    calls = {name: doors.channel.stream_stream(name) for name, _ in samples}
+    not_offered = {f"/serving.v1.Serving/{name}" for name, _ in jobs} | {"/vllm.grpc.engine.VllmEngine/Embed"}
     verdicts = []
     for _ in range(NUM_BROKEN):
         name, data = draw.choice(samples)
@@ -221,8 +228,8 @@ def test_bytes_that_are_broken_messages(doors, draw):
             list(calls[name](iter([mutated(data, draw)])))
             verdicts.append(OK)
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # jobs, which this server does not keep
-                assert name in dict(jobs)
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                assert name in not_offered
                 verdicts.append(Verdict(404))
             else:
                 verdicts.append(verdict_of_error(error))
@@ -232,6 +239,18 @@ def test_bytes_that_are_broken_messages(doors, draw):
     assert sum(verdict.is_refusal for verdict in verdicts) > NUM_BROKEN // 3
 
 
+_SETTINGS = vllm_engine_pb2.SamplingParams(
+    temperature=0.5, top_p=0.9, top_k=5, max_tokens=3, stop=["a"], stop_token_ids=[7], logprobs=2, n=2, seed=5
+)
+_TOKENIZED = vllm_engine_pb2.TokenizedInput(original_text="a", input_ids=[5, 6])
+MESSAGES_OF_A_GATEWAY: list[tuple[str, Message]] = [
+    (
+        "Generate",
+        vllm_engine_pb2.GenerateRequest(request_id="a", tokenized=_TOKENIZED, sampling_params=_SETTINGS, stream=True),
+    ),
+    ("Abort", vllm_engine_pb2.AbortRequest(request_ids=["a", "b"])),
+    ("Embed", vllm_engine_pb2.EmbedRequest(request_id="a", tokenized=_TOKENIZED)),
+]
 KEYS = [
     "",
     "Bearer",

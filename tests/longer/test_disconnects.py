@@ -20,6 +20,7 @@ from configs.server import ServerConfig
 from serving.proto.v1 import serving_pb2 as pb
 from serving.proto.v1.serving_pb2_grpc import ServingStub
 
+pytestmark = pytest.mark.timeout(3600)
 NUM_CLIENTS = 5000
 MOST_AT_ONCE = 32
 MOST_TOKENS = 80
