@@ -242,7 +242,10 @@ def upload(http: httpx.Client, content: bytes, **kwargs: Any) -> httpx.Response:
 
 def test_uploads_are_bounded_in_all_their_parts(running, engine, tmp_path):
     limits = {"max_file_bytes": 100_000, "max_store_bytes": 250_000}
-    with job_server(running, engine, tmp_path, **limits) as server, httpx.Client(base_url=server.url) as http:
+    with (
+        job_server(running, engine, tmp_path, **limits) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
         folder = tmp_path / "files"
         assert upload(http, b"x" * 100_000).status_code == 200
         for size, status in ((100_001, 400), (300_000, 413)):
@@ -338,7 +341,10 @@ def test_ids_never_leave_the_folder(http, server, tmp_path):
 
 
 def test_without_a_key_no_route_of_files_and_batches_answers(running, engine, tmp_path):
-    with job_server(running, engine, tmp_path, api_keys=("key",)) as server, httpx.Client(base_url=server.url) as http:
+    with (
+        job_server(running, engine, tmp_path, api_keys=("key",)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
         for path in ("/v1/files", "/v1/files/a", "/v1/files/a/content", "/v1/batches", "/v1/batches/a"):
             for method in ("GET", "POST", "DELETE"):
                 assert http.request(method, path).status_code == 401

@@ -820,9 +820,9 @@ def test_s48_s50_a_body_over_the_limit_is_refused_and_health_is_answered_meanwhi
     answered, stop = threading.Event(), threading.Event()
 
     def probe() -> None:
-        with httpx.Client(base_url=url) as other:
+        with httpx.Client(base_url=url, timeout=60) as other:
             while not stop.is_set():
-                statuses.append(other.get("/health", timeout=10).status_code)
+                statuses.append(other.get("/health").status_code)
                 answered.set()
 
     thread = threading.Thread(target=probe)
@@ -873,7 +873,7 @@ def test_a_body_of_another_type_or_encoding_is_a_400(http):
 def test_a_connection_whose_headers_do_not_come_is_closed(running, engine, sent):
     address, _ = running.start_service(ServerConfig(header_timeout_s=0.2), engine)
     host, port = address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(sent)
         received = b""
         with contextlib.suppress(ConnectionResetError):
@@ -939,7 +939,7 @@ def keyed(running: Servers, engine) -> str:
 def _raw(url: str, method: str, path: str, headers: str = "") -> int:
     """The status of a request whose path is sent as it is."""
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(f"{method} {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n{headers}\r\n".encode())
         with connection.makefile("rb") as answer:
             return int(answer.readline().split()[1])
@@ -1002,7 +1002,7 @@ def test_s53_nothing_but_health_checks_is_open_without_a_key(keyed, engine):
 def test_admin_routes_say_what_runs_and_empty_the_prefix_cache(keyed, http):
     _, admin = keyed.split()
     completion(http, [44] * 20, max_tokens=1)
-    with httpx.Client(base_url=admin, headers={"Authorization": "Bearer first-key"}) as client:
+    with httpx.Client(base_url=admin, timeout=60, headers={"Authorization": "Bearer first-key"}) as client:
         assert ok(client.post("/reset_prefix_cache"))["num_pages"] >= 2
         assert ok(client.post("/reset_prefix_cache"))["num_pages"] == 0
         info = ok(client.get("/server_info"))
@@ -1060,7 +1060,7 @@ def test_s66_an_endless_template_costs_its_own_request_alone(http, url, engine, 
 
 def test_s47_while_the_model_loads_the_server_is_alive_and_not_ready(running, engine):
     address, service = running.start_service(ServerConfig(), None)
-    with httpx.Client(base_url=address) as client:
+    with httpx.Client(base_url=address, timeout=60) as client:
         assert client.get("/health").status_code == client.get("/healthz").status_code == 200
         for path in ("/readyz", "/ping", "/v1/models", "/tokenizer_info"):
             refused(client.get(path), 503)
