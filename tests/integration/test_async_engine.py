@@ -232,7 +232,7 @@ print("running:", engine.engine.has_work())
 
 def test_the_interpreter_may_end_while_a_request_runs():
     ended = subprocess.run(
-        [sys.executable, "-c", _ENDS_WHILE_A_REQUEST_RUNS, f"dummy:{TINY}"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", _ENDS_WHILE_A_REQUEST_RUNS, f"dummy:{TINY}"], capture_output=True, text=True, timeout=300
     )
     assert (ended.returncode, ended.stdout, "Exception" in ended.stderr) == (0, "running: True\n", False), ended.stderr
 

@@ -75,7 +75,7 @@ def create(client: openai.OpenAI, *lines: Any, endpoint: Any = URL, **fields: An
 
 
 def ended(client: openai.OpenAI, batch: Batch) -> Batch:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 300
     while batch.status in ("validating", "in_progress", "finalizing", "cancelling"):
         assert time.monotonic() < deadline_s, batch
         time.sleep(0.01)
