@@ -59,8 +59,8 @@ class Watch:
             self.aborted_s[self.clients[request_id]] = time.monotonic()
             return deltas
 
-        def noting_schedule(*args: Any) -> Any:
-            found = schedule(*args)
+        def noting_schedule(*args: Any, **kwargs: Any) -> Any:
+            found = schedule(*args, **kwargs)
             if found is not None:
                 requests = [request for _, request in found.decode] + [chunk.request for chunk in found.prefill]
                 dispatched.update(self.clients[request.request_id] for request in requests)
