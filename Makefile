@@ -18,7 +18,7 @@ help:
 	@echo "make demo       install, and serve a small real model: a chat over HTTP, 16 over gRPC"
 	@echo "make test       install with the developers' tools, lint, and run every test"
 	@echo "make lint       ruff, mypy and the import rules alone"
-	@echo "make proofs     the longer tests, of minutes: JSON schemas, the scheduler's state machines; 5,000 clients that leave"
+	@echo "make proofs     the longer tests, of minutes: bad inputs, clients that leave, JSON schemas, state machines"
 	@echo "make aot        compile kernels and whole programs for H200 and TPUs, which need not be there (in $(AOT_VENV))"
 	@echo "make aot-gate   the short part of it, for H200 alone"
 	@echo "make proto      generate the modules of the gRPC interface anew (in $(PROTO_VENV))"
@@ -39,7 +39,7 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/lint-imports
 
 proofs: $(VENV)/.stamp-dev
-	$(BIN)/pytest tests/longer -n 2 -rP $(PYTEST_ARGS)
+	$(BIN)/pytest tests/longer -n 2 -v -rP $(PYTEST_ARGS)
 
 aot: $(AOT_VENV)/.stamp-gpu $(AOT_VENV)/.stamp-tpu
 	$(AOT_VENV)/bin/pytest tests/aot -n 2 $(PYTEST_ARGS)

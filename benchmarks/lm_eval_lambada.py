@@ -15,7 +15,7 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 TASK = {
     "task": "lambada_local",
@@ -37,15 +37,6 @@ def evaluate(url: str, passages: Path, num_passages: int, out: Path) -> None:
     import requests
     from lm_eval.models.openai_completions import LocalCompletionsAPI
     from lm_eval.tasks import TaskManager
-    from lm_eval.utils import RemoteTokenizer
-
-    class ServerTokenizer(RemoteTokenizer):
-        """Over /tokenize alone: lm-eval would ask /tokenizer_info for an end of sequence, which this task does not need."""
-
-        tokenizer_info: ClassVar[dict[str, Any]] = {}
-
-        def _validate_server(self) -> None:
-            pass
 
     out.write_text("")
 
@@ -61,8 +52,7 @@ def evaluate(url: str, passages: Path, num_passages: int, out: Path) -> None:
             return scores
 
     name = requests.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"]
-    model = Completions(model=name, base_url=f"{url}/v1/completions", tokenizer_backend="none", max_length=512)
-    model.tokenizer, model.tokenizer_backend, model.tokenized_requests = ServerTokenizer(url), "remote", True
+    model = Completions(model=name, base_url=f"{url}/v1/completions", tokenizer_backend="remote", max_length=512)
     with tempfile.TemporaryDirectory() as folder, open(passages) as file:
         data = Path(folder, "test.jsonl")
         data.write_text("".join(line for line, _ in zip(file, range(num_passages), strict=False)))

@@ -40,6 +40,10 @@ class RequestError(ValueError):
         self.field = field
 
 
+class NotNowError(RequestError):
+    """A request that cannot be served now, through no fault of its own: the same may be a moment later."""
+
+
 class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"

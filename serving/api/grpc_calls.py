@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -20,12 +21,12 @@ from google.protobuf.message_factory import GetMessageClass
 from google.rpc import code_pb2
 from grpc_status import rpc_status
 
+from serving.api.callers import read_tenant, read_trace
 from serving.api.errors import refusal_reason
 from serving.api.grpc_errors import GrpcError, status_of
 from serving.api.grpc_messages import parse_message
 from serving.api.service import Service
-from serving.operations.trace_context import parse_trace_context
-from serving.request import DEFAULT_TENANT, RequestContext, RequestError
+from serving.request import RequestContext
 
 logger = logging.getLogger(__name__)
 
@@ -50,22 +51,12 @@ class Call:
 
     def request_context(self) -> RequestContext:
         """Whose the call is, and within what span, by its metadata as HTTP's headers say it, and until when it must have
-        begun, by its own deadline. Raises RequestError and UnavailableError."""
-        config = self._service.config
-        tenant = self._service.keys.tenant_of(metadata_values(self._context, "authorization")) or DEFAULT_TENANT
-        if config.tenant_header is not None:
-            named = metadata_values(self._context, config.tenant_header.lower())
-            if len(named) > 1:
-                raise RequestError("tenant", f"{config.tenant_header} is given more than once")
-            tenant = named[0].decode("latin-1") if named else tenant
-        parents, states = (
-            [value.decode("latin-1") for value in metadata_values(self._context, name)]
-            for name in ("traceparent", "tracestate")
-        )
-        trace = parse_trace_context(parents[0], states) if len(parents) == 1 else None
+        begun, by its own deadline. Raises RequestError."""
+        values_of = functools.partial(metadata_values, self._context)
+        tenant = read_tenant(values_of, self._service.config, self._service.keys)
         remaining_s = self._context.time_remaining()
         deadline_s = None if remaining_s is None else self._service.now() + remaining_s
-        return RequestContext(tenant=tenant, trace=trace, deadline_s=deadline_s)
+        return RequestContext(tenant=tenant, trace=read_trace(values_of), deadline_s=deadline_s)
 
     async def send(self, message: Message) -> None:
         """Returns once the client's window has room. Raises GrpcError for a message over the limit.

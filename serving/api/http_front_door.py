@@ -14,11 +14,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configs.server import ServerConfig
+from serving.api.callers import read_tenant, read_trace
 from serving.api.http_errors import HttpError, error_response, http_refusal_reason
 from serving.api.keys import ApiKeys
 from serving.api.schema import read_request_id
-from serving.operations.trace_context import TraceContext, parse_trace_context
-from serving.request import DEFAULT_TENANT, RequestContext, RequestError
+from serving.operations.trace_context import TraceContext
+from serving.request import DEFAULT_TENANT, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,6 @@ class FrontDoor:
         self._config = config
         self._pages = pages
         self._count_refusal = count_refusal
-        self._tenant_header = config.tenant_header.lower().encode() if config.tenant_header is not None else None
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,7 +83,7 @@ class FrontDoor:
             is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
-            if not self._may_pass(scope, info):
+            if not self._may_pass(scope):
                 await self._without_key(scope)(scope, receive, named_send)
             elif problem is not None:
                 await self._refuse(scope, problem)(scope, receive, named_send)
@@ -123,16 +123,11 @@ class FrontDoor:
         )
         return self._refuse(scope, refusal)
 
-    def _may_pass(self, scope: Scope, info: RequestInfo) -> bool:
-        """Whether its key, which says whose request it is, or its path lets it in."""
+    def _may_pass(self, scope: Scope) -> bool:
+        """Whether its key or its path lets it in."""
         if scope["method"] in ("GET", "HEAD") and scope.get("raw_path") in OPEN_PATHS:
             return True
-        tenant = self._keys.tenant_of(header_values(scope, b"authorization"))
-        if tenant is None:
-            return False
-        if self._config.api_key_tenants:  # else a header may have named it
-            info.tenant = tenant
-        return True
+        return self._keys.tenant_of(header_values(scope, b"authorization")) is not None
 
     def _read_headers(self, scope: Scope) -> tuple[RequestInfo, Exception | None]:
         """The request's names, and what is wrong with its headers."""
@@ -150,23 +145,17 @@ class FrontDoor:
                 request_id = read_request_id("X-Request-Id", given[0].decode("latin-1"), self._config)
             except RequestError as error:
                 problem = error
-        parents, states = (
-            [value.decode("latin-1") for value in header_values(scope, name)]
-            for name in (b"traceparent", b"tracestate")
-        )
+
+        def values_of(name: str) -> list[bytes]:
+            return header_values(scope, name.encode())
+
         info = RequestInfo(
-            request_id=request_id or uuid.uuid4().hex,
-            is_named=request_id is not None,
-            trace=parse_trace_context(parents[0], states) if len(parents) == 1 else None,
+            request_id=request_id or uuid.uuid4().hex, is_named=request_id is not None, trace=read_trace(values_of)
         )
-        tenants = header_values(scope, self._tenant_header) if self._tenant_header is not None else []
-        if tenants and problem is None:
-            try:
-                if len(tenants) > 1:
-                    raise RequestError("tenant", f"{self._config.tenant_header} is given more than once")
-                info.tenant = RequestContext(tenant=tenants[0].decode("latin-1")).tenant
-            except RequestError as error:
-                problem = error
+        try:
+            info.tenant = read_tenant(values_of, self._config, self._keys)
+        except RequestError as error:
+            problem = problem or error
         return info, problem
 
 

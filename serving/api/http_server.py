@@ -61,6 +61,7 @@ def build_app(service: Service, *, version: str, more_routes: Sequence[BaseRoute
         Route(
             "/detokenize", _Post(service, service.parse_detokenize, _answering(service.detokenize)), methods=["POST"]
         ),
+        Route("/tokenizer_info", _get(lambda _: service.tokenizer_info())),
         Route("/v1/models", _get(lambda _: {"object": "list", "data": service.models()})),
         Route("/v1/models/{model:path}", _get(lambda request: _model(service, request.path_params["model"]))),
         Route("/health", _get(lambda _: service.check_alive())),

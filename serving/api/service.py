@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +17,7 @@ from configs.hf import ARCHITECTURES
 from configs.server import ServerConfig
 from serving.api.chat_text import OutputFormats, check_formats, prompt_end
 from serving.api.constrained_chat import chat_constraint
-from serving.api.errors import GivenUpError, OverloadedError, UnavailableError, UnknownModelError
+from serving.api.errors import GivenUpError, NotFoundError, OverloadedError, UnavailableError, UnknownModelError
 from serving.api.keys import ApiKeys
 from serving.api.output_constraint import constrained, error_of_request
 from serving.api.responses import Answer, ChatAnswer, CompletionAnswer
@@ -32,7 +33,7 @@ from serving.api.schema import (
     parse_tokenize,
 )
 from serving.api.token_text import prompt_text, shown_token
-from serving.request import RequestContext, RequestError, RequestOutput, shown
+from serving.request import NotNowError, RequestContext, RequestError, RequestOutput, shown
 from serving.scheduling.admission import Decision
 from serving.scheduling.tenants import RateLimits
 from serving.status import status_snapshot
@@ -69,6 +70,7 @@ class Service:
         self._engine: AsyncEngine | None = None
         self._operations: Operations | None = None
         self._rate_limits: RateLimits | None = None  # known with the engine
+        self._early_refusals: Counter[str] = Counter()  # by reason, while the engine loads
         self._defaults: dict[str, Any] = {}
         self._formats = OutputFormats()
         self._is_draining = False
@@ -91,6 +93,10 @@ class Service:
         self._defaults = default_fields(inner.generation_config, max_model_len=inner.max_model_len)
         self._rate_limits = RateLimits(inner.scheduling)
         self._engine, self._operations = engine, operations
+        if operations is not None:
+            for reason in self._early_refusals.elements():
+                operations.metrics.count_refusal(reason)
+            self._early_refusals.clear()
 
     def drain(self) -> None:
         """No new requests are taken from now on; those in flight go on."""
@@ -165,11 +171,12 @@ class Service:
         return status_snapshot(metrics.engine, metrics)
 
     def count_refusal(self, reason: str | None) -> None:
-        """A request was refused before it ran: `reason` is one of `serving.metrics.REFUSALS`, None for one that ran.
-
-        Those that come while the engine loads are not counted.
-        """
-        if reason is not None and self._operations is not None:
+        """A request was refused before it ran: `reason` is one of `serving.metrics.REFUSALS`, None for one that ran."""
+        if reason is None:
+            return
+        if self._operations is None:
+            self._early_refusals[reason] += 1  # of which metrics learn once there are any
+        else:
             self._operations.metrics.count_refusal(reason)
 
     @property
@@ -321,6 +328,8 @@ class Service:
     ) -> CheckedRequest:
         try:
             return engine.engine.check(prompt, call.params, cache_salt=call.cache_salt)
+        except NotNowError as error:
+            raise UnavailableError(str(error), retry_after_s=self.config.retry_after_s) from error
         except RequestError as error:
             # The engine's names of a prompt and of what outputs must match are not the request's.
             if call.constraint is not None:
@@ -382,6 +391,20 @@ class Service:
             return prompt_text(engine.tokenizer, call.token_ids, skip_special_tokens=False)
 
         return {"prompt": await self.in_text_thread(decode)}
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """vLLM's answer of /tokenizer_info but for the chat template, which stays with the server: /tokenize renders.
+
+        Raises NotFoundError for a model without a tokenizer, and UnavailableError.
+        """
+        engine = self.engine.engine
+        if engine.tokenizer is None:
+            raise NotFoundError("tokenizer", "there is none: this model takes token ids")
+        return {
+            "tokenizer_class": type(engine.tokenizer).__name__,
+            "model_max_length": engine.max_model_len,
+            **engine.tokenizer.special_tokens,  # bos_token, eos_token, ...
+        }
 
     def models(self) -> list[dict[str, Any]]:
         """The models that clients may name, in OpenAI's form."""

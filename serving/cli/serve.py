@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("starlette", "uvicorn", "uvloop", "python_multipart", "prometheus_client", "llguidance")
 GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "grpc_status")
+OTEL_PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 class Door(Protocol):
@@ -59,10 +60,9 @@ def run_serve(args: argparse.Namespace, configs: Configs) -> int:
         print(dry_run_text(configs))
         return 0
     source = configs.run.model_source
-    needed = [*PACKAGES, *(GRPC_PACKAGES if configs.server.grpc_port is not None else ())]
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(f"serve needs {', '.join(missing)}: pip install 'headrace[serve]'")
+    _check_packages("serve", [*PACKAGES, *(GRPC_PACKAGES if configs.server.grpc_port is not None else ())])
+    if configs.operations.otlp_endpoint is not None:
+        _check_packages("otel", OTEL_PACKAGES)
     import uvloop
 
     from serving.api.service import Service
@@ -84,6 +84,20 @@ def run_serve(args: argparse.Namespace, configs: Configs) -> int:
     finally:
         for door in doors:
             door.close()
+
+
+def _check_packages(extra: str, names: Sequence[str]) -> None:
+    """Raises UsageError, before anything slow, for packages that are not installed."""
+    missing = [name for name in names if not _is_installed(name)]
+    if missing:
+        raise UsageError(f"serve needs {', '.join(missing)}: pip install 'headrace[{extra}]'")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
 
 
 def make_doors(service: Service, configs: Configs) -> Iterator[Door]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from serving.request import RequestError, StructuredOutput
+from serving.request import NotNowError, RequestError, StructuredOutput
 from serving.structured.constraint import Constraint, Grammar, library_call
 from serving.structured.grammar_worker import make_matcher
 from serving.structured.schema_check import check_grammar, check_pattern, check_schema
@@ -85,7 +85,8 @@ class GrammarCompiler:
         return self._cached_bytes
 
     def compile(self, structured: StructuredOutput) -> Grammar:
-        """The grammar of a structured output. Raises RequestError. May take seconds: not for an event loop."""
+        """The grammar of a structured output. Raises RequestError, of which NotNowError where no worker was free or one
+        ended. May take seconds: not for an event loop."""
         with self._lock:
             known = self._cache.get(structured)
             if known is not None:
@@ -164,7 +165,7 @@ class GrammarCompiler:
             return self._vocabulary, self._library_tokenizer
 
     def _compile(self, structured: StructuredOutput) -> Grammar | str:
-        """A grammar, or why it is refused. Raises RequestError where that may change."""
+        """A grammar, or why it is refused. Raises NotNowError, and RequestError without llguidance."""
         vocabulary, tokenizer = self._load()
         answer = self._try(structured, vocabulary)
         if "error" in answer:
@@ -180,14 +181,14 @@ class GrammarCompiler:
         try:
             worker = self._workers.get(timeout=self.limits.max_wall_s)
         except queue.Empty:
-            raise RequestError("structured", "cannot be compiled now: others are being compiled") from None
+            raise NotNowError("structured", "cannot be compiled now: others are being compiled") from None
         try:
             if worker is None:
                 worker = _Worker(self.limits)
                 worker.ask(vocabulary.for_worker())
             return worker.ask({"kind": structured.kind, "value": rewrite(structured.kind, structured.value)})
         except _WorkerError as error:
-            raise RequestError("structured", str(error)) from error
+            raise NotNowError("structured", str(error)) from error
         except BaseException:
             if worker is not None:
                 worker.stop()

@@ -90,7 +90,7 @@ def constants(environment: Any, source: str) -> list[str]:
 def render(template: Any, variables: dict[str, Any], max_output_chars: int) -> str:
     pieces = []
     num_chars = 0
-    for piece in template.generate(**variables):
+    for piece in template.generate(variables):
         num_chars += len(piece)
         if num_chars > max_output_chars:
             raise ValueError(f"the text has more than {max_output_chars} characters")

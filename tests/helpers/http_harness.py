@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from configs.engine import EngineConfig, MeshConfig
 from configs.scheduling import SchedulingConfig
 from configs.server import ServerConfig
+from serving.api.http_jobs import job_routes
 from serving.api.http_server import HttpServer, build_app
 from serving.api.service import Service
 from serving.async_engine import AsyncEngine
 from serving.engine import build_engine
+from serving.jobs.jobs import Jobs
+from serving.jobs.store import Store
 from serving.operations.operations import Operations
 from serving.structured.compiler import GrammarCompiler
 from serving.text.byte_level import CHARACTER_OF_BYTE
@@ -106,6 +114,80 @@ class Servers:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+def check_idle(engine: AsyncEngine, service: Service | None = None) -> None:
+    """The engine comes to rest, and has every page and slot that it has at its start."""
+    deadline_s = time.monotonic() + 60
+    while engine.engine.has_work() or (service is not None and service.num_in_flight):
+        assert time.monotonic() < deadline_s, engine.stats()
+        time.sleep(0.01)
+    stats = engine.stats()
+    assert engine.is_alive
+    assert (stats["num_running"], stats["num_waiting"], stats["num_compiles_while_serving"]) == (0, 0, 0)
+    assert stats["num_free_pages"] == stats["num_pages"] - 1 and stats["num_free_slots"] == 8
+    engine.engine.scheduler.check_integrity()
+
+
+def free_port() -> int:
+    """A port that nobody has, and below those that the system gives out, so that nobody is given it meanwhile."""
+    while True:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(("127.0.0.1", random.randrange(15_000, 32_000))) as taken,
+        ):
+            port: int = taken.getsockname()[1]
+            return port
+
+
+class Brake:
+    """Lets an engine run `num_steps` steps, then none until there are more; it takes requests and aborts meanwhile.
+
+    None: any number. So a test can have clients do what they do while requests are under way, on a slow machine too.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine, num_steps: int | None = 0):
+        self.num_steps = num_steps
+        self._step = engine.engine.step
+        monkeypatch.setattr(engine.engine, "step", self._braked_step)
+
+    def _braked_step(self) -> list[Any]:
+        if self.num_steps == 0:
+            time.sleep(0.001)
+            return []
+        if self.num_steps is not None:
+            self.num_steps -= 1
+        return self._step()
+
+
+class JobServer:
+    """HTTP over a store of jobs; the jobs run until `close`."""
+
+    def __init__(self, running: Servers, engine: Any, config: ServerConfig, now_s: Callable[[], float] = time.time):
+        self.running = running
+        self.service = Service(config, "tiny")
+        if engine is not None:
+            self.service.attach(engine)
+        self.jobs = Jobs(self.service, Store(config), now_s=now_s)
+        app = build_app(self.service, version="0", more_routes=job_routes(self.service, self.jobs))
+        self.url = running.start(app, config)
+        self._serving = asyncio.run_coroutine_threadsafe(self.jobs.serve(), self.running.loop)
+
+    def close(self) -> None:
+        self.running.loop.call_soon_threadsafe(self.jobs.stop)
+        self._serving.result(timeout=30)
+        self.jobs.close()
+
+
+@contextlib.contextmanager
+def job_server(running: Servers, engine: Any, folder: Path, **fields: Any) -> Iterator[JobServer]:
+    now_s = fields.pop("now_s", time.time)
+    config = ServerConfig(batch_dir=str(folder), **{"served_model_name": "tiny", "max_batch_in_flight": 4, **fields})
+    server = JobServer(running, engine, config, now_s)
+    try:
+        yield server
+    finally:
+        server.close()
 
 
 @contextlib.contextmanager

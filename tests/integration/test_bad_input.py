@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -167,11 +166,9 @@ WRONG_FIELDS = [
     ("field", "value"), [(f, v) for f, values in WRONG_FIELDS for v in values], ids=lambda v: ascii(v)[:24]
 )
 def test_wrong_sampling_values_are_refused_by_field(field, value):
-    started_s = time.monotonic()
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field.startswith(field)
-    assert time.monotonic() - started_s < 1.0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import json
@@ -11,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,15 @@ import httpx
 import openai
 import pytest
 from grpc_harness import grpc_server, refusal, stub
-from http_harness import TINY, Servers, servers, tiny_engine
+from http_harness import TINY, JobServer, check_idle, job_server
 from openai.types import Batch, FileObject
 
 from configs.checks import ConfigError
 from configs.server import ServerConfig
 from serving.__main__ import main
-from serving.api.http_jobs import job_routes
-from serving.api.http_server import build_app
 from serving.api.service import Service
 from serving.jobs import jobs as jobs_module
 from serving.jobs.appending import LineFile
-from serving.jobs.jobs import Jobs
 from serving.jobs.store import Store
 from serving.proto.v1 import serving_pb2 as pb
 
@@ -47,49 +43,6 @@ def line(custom_id: str, url: str = URL, **body: Any) -> dict[str, Any]:
 
 def jsonl(*lines: Any) -> bytes:
     return b"".join((item if isinstance(item, bytes) else json.dumps(item).encode()) + b"\n" for item in lines)
-
-
-@pytest.fixture(scope="module")
-def engine():
-    engine = tiny_engine()
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def running(engine):
-    with servers() as running:
-        yield running
-
-
-class JobServer:
-    """HTTP over a store of jobs; the jobs run until `close`."""
-
-    def __init__(self, running: Servers, engine: Any, config: ServerConfig, now_s: Callable[[], float] = time.time):
-        self.running = running
-        self.service = Service(config, "tiny")
-        if engine is not None:
-            self.service.attach(engine)
-        self.jobs = Jobs(self.service, Store(config), now_s=now_s)
-        app = build_app(self.service, version="0", more_routes=job_routes(self.service, self.jobs))
-        self.url = running.start(app, config)
-        self._serving = asyncio.run_coroutine_threadsafe(self.jobs.serve(), self.running.loop)
-
-    def close(self) -> None:
-        self.running.loop.call_soon_threadsafe(self.jobs.stop)
-        self._serving.result(timeout=30)
-        self.jobs.close()
-
-
-@contextlib.contextmanager
-def job_server(running: Servers, engine: Any, folder: Path, **fields: Any) -> Iterator[JobServer]:
-    now_s = fields.pop("now_s", time.time)
-    config = ServerConfig(batch_dir=str(folder), **{"served_model_name": "tiny", "max_batch_in_flight": 4, **fields})
-    server = JobServer(running, engine, config, now_s)
-    try:
-        yield server
-    finally:
-        server.close()
 
 
 @pytest.fixture
@@ -113,13 +66,7 @@ def http(server):
 @pytest.fixture(autouse=True)
 def engine_is_left_as_it_was(engine):
     yield
-    deadline_s = time.monotonic() + 30
-    while engine.engine.has_work() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    stats = engine.stats()
-    assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
-    assert stats["num_free_pages"] == stats["num_pages"] - 1
-    engine.engine.scheduler.check_integrity()
+    check_idle(engine)
 
 
 def create(client: openai.OpenAI, *lines: Any, endpoint: Any = URL, **fields: Any) -> Batch:
@@ -128,7 +75,7 @@ def create(client: openai.OpenAI, *lines: Any, endpoint: Any = URL, **fields: An
 
 
 def ended(client: openai.OpenAI, batch: Batch) -> Batch:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 300
     while batch.status in ("validating", "in_progress", "finalizing", "cancelling"):
         assert time.monotonic() < deadline_s, batch
         time.sleep(0.01)
@@ -295,7 +242,10 @@ def upload(http: httpx.Client, content: bytes, **kwargs: Any) -> httpx.Response:
 
 def test_uploads_are_bounded_in_all_their_parts(running, engine, tmp_path):
     limits = {"max_file_bytes": 100_000, "max_store_bytes": 250_000}
-    with job_server(running, engine, tmp_path, **limits) as server, httpx.Client(base_url=server.url) as http:
+    with (
+        job_server(running, engine, tmp_path, **limits) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
         folder = tmp_path / "files"
         assert upload(http, b"x" * 100_000).status_code == 200
         for size, status in ((100_001, 400), (300_000, 413)):
@@ -391,7 +341,10 @@ def test_ids_never_leave_the_folder(http, server, tmp_path):
 
 
 def test_without_a_key_no_route_of_files_and_batches_answers(running, engine, tmp_path):
-    with job_server(running, engine, tmp_path, api_keys=("key",)) as server, httpx.Client(base_url=server.url) as http:
+    with (
+        job_server(running, engine, tmp_path, api_keys=("key",)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
         for path in ("/v1/files", "/v1/files/a", "/v1/files/a/content", "/v1/batches", "/v1/batches/a"):
             for method in ("GET", "POST", "DELETE"):
                 assert http.request(method, path).status_code == 401

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from http_harness import free_port
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 TINY = Path(__file__).parents[1] / "data" / "tiny"
@@ -28,11 +28,6 @@ TEMPLATE = (
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 pytestmark = pytest.mark.skipif("HEADRACE_SMG" not in os.environ, reason="opt in: HEADRACE_SMG names the gateway")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from bad_requests import SMALLEST, edge_values, fields_of
+from bad_requests import SMALLEST, fields_of, requests_of_hostile_texts, requests_of_one_bad_value
+from doors import GENERATING, PATHS, Doors
 from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.struct_pb2 import Struct
 from google.rpc import error_details_pb2
@@ -25,7 +26,7 @@ from grpc_harness import grpc_server, message_of, refusal, status_verdict, stub
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from http_harness import CONTEXT, TINY, Servers, servers, tiny_engine
+from http_harness import CONTEXT, TINY, Brake, Servers, check_idle
 from smg_grpc_proto import vllm_engine_pb2
 
 from configs.checks import ConfigError
@@ -41,20 +42,6 @@ from serving.proto.v1.serving_pb2_grpc import ServingStub
 CONFIG = ServerConfig(served_model_name="tiny", max_body_bytes=200_000, max_header_bytes=8192, max_batch_in_flight=4)
 LETTERS = list(range(ord("a"), ord("z") + 1))
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "allowed_token_ids": LETTERS}
-PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-
-
-@pytest.fixture(scope="module")
-def engine():
-    engine = tiny_engine()
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def running(engine):
-    with servers() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +76,13 @@ def client(target) -> Iterator[ServingStub]:
 @pytest.fixture(autouse=True)
 def engine_is_left_as_it_was(engine, served):
     yield
-    deadline_s = time.monotonic() + 30
-    while (engine.engine.has_work() or served[1].num_in_flight) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    stats = engine.stats()
-    assert (stats["num_running"], stats["num_waiting"], served[1].num_in_flight) == (0, 0, 0)
-    assert stats["num_free_pages"] == stats["num_pages"] - 1 and stats["num_free_slots"] == 8
-    assert stats["num_compiles_while_serving"] == 0
-    engine.engine.scheduler.check_integrity()
+    check_idle(engine, served[1])
+
+
+@pytest.fixture
+def doors(http, target) -> Iterator[Doors]:
+    with grpc.insecure_channel(target) as channel:
+        yield Doors(http, channel)
 
 
 def completion(prompt: Any = "hello", **fields: Any) -> pb.GenerateRequest:
@@ -203,88 +189,36 @@ def test_messages_have_the_fields_of_the_schema():
         assert {field.name for field in message.DESCRIPTOR.fields} == effective, endpoint
 
 
-def _is_finite(value: Any) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return False
-    return True
-
-
-def test_s67_every_value_gets_the_verdict_that_http_gives_and_hurts_nobody(client, http, engine):
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    golden = answer(client, completion(max_tokens=2)).choices[0].text
-    cases = []
-    for endpoint, field in fields_of(CONFIG):
-        short = {"max_tokens": 1} if endpoint in PATHS else {}
-        for value in edge_values(field):
-            body = {**SMALLEST[endpoint], **short, field.name: value}
-            message = message_of(endpoint, body)
-            if message is not None:
-                cases.append((endpoint, body, message))
-    assert len(cases) > 300
-    verdicts = set()
-    for endpoint, body, message in random.Random(seed).sample(cases, 300):
-        try:
-            if endpoint in PATHS:
-                list(client.Generate(pb.GenerateRequest(**{endpoint.removesuffix("s"): message})))
-            else:
-                getattr(client, endpoint.capitalize())(message)
-            verdict: Any = "OK"
-        except grpc.RpcError as error:
-            verdict = refusal(error)
-            assert answer(client, completion(max_tokens=2)).choices[0].text == golden
-        verdicts.add(verdict[0] if verdict != "OK" else verdict)
-        if not _is_finite(body):  # no JSON: HTTP refuses it as such
-            assert verdict[0] == "INVALID_ARGUMENT"
-            continue
-        response = http.post(PATHS.get(endpoint, f"/{endpoint}"), json=body)
-        if response.status_code == 200:
-            assert verdict == "OK", (endpoint, body)
-            continue
-        if response.status_code == 413:  # longer as JSON than as a message
-            continue
-        error = response.json()["error"]
-        code, text, field = verdict
-        assert text == error["message"], (endpoint, body)
-        assert (code, field) in (("INVALID_ARGUMENT", error["param"]), ("NOT_FOUND", None)), (endpoint, body)
-    assert {"OK", "INVALID_ARGUMENT"} <= verdicts <= {"OK", "INVALID_ARGUMENT", "NOT_FOUND"}
-    assert engine.is_alive
-
-
-def test_s67_a_batch_gives_the_same_verdicts_as_http_for_any_json(client, http):
+def test_s67_every_value_gets_the_verdict_that_http_gives_and_hurts_nobody(doors):
     seed = random.randrange(2**32)
     print("seed", seed)
     cases = [
-        (e, field.name, value)
-        for e, field in fields_of(CONFIG)
-        if e in PATHS and field.name != "max_queue_s"  # its verdict depends on the time
-        for value in edge_values(field)
+        (endpoint, body, message)
+        for endpoint, _, body in (*requests_of_one_bad_value(CONFIG), *requests_of_hostile_texts())
+        if (message := message_of(endpoint, body)) is not None and message.ByteSize() <= CONFIG.max_body_bytes
     ]
-    bodies = [
-        (PATHS[endpoint], json.dumps({**SMALLEST[endpoint], "max_tokens": 1, name: value}).encode())
-        for endpoint, name, value in random.Random(seed).sample(cases, 300)
+    assert len(cases) > 1000
+    statuses = set()
+    for case in random.Random(seed).sample(cases, 300):
+        verdict = doors.check_message(*case)
+        statuses.add(verdict.status)
+        if verdict.is_refusal:
+            doors.check_golden("grpc")
+    assert {200, 400} <= statuses <= {200, 400, 404}
+
+
+def test_s67_a_batch_gives_the_same_verdicts_as_http_for_any_json(doors):
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    cases = [
+        (PATHS[endpoint], content)
+        for endpoint, _, body in (*requests_of_one_bad_value(CONFIG), *requests_of_hostile_texts())
+        if endpoint in GENERATING and len(content := json.dumps(body).encode()) <= CONFIG.max_body_bytes
     ]
-    bodies += [("/v1/completions", data) for data in (b"", b"{", b"[1]", b"\xff", b'{"prompt": 1e999}', b"[" * 1000)]
-    requests = [
-        pb.GenerateBatchRequest(id=str(i), http=pb.HttpRequest(url=url, body=body))
-        for i, (url, body) in enumerate(bodies)
-    ]
-    answers = {response.id: response for response in client.GenerateBatch(iter(requests))}
-    assert len(answers) == len(bodies)
-    for i, (url, body) in enumerate(bodies):
-        ours = answers[str(i)]
-        assert ours.is_last and ours.WhichOneof("result") == "http"
-        theirs = http.post(url, content=body, headers={"content-type": "application/json"})
-        mine = json.loads(ours.http.body)
-        if theirs.headers["content-type"].startswith("text/event-stream"):
-            assert mine["error"]["param"] == "stream"
-        elif theirs.status_code == 200:
-            assert ours.http.status_code == 200
-            assert mine["usage"]["prompt_tokens"] == theirs.json()["usage"]["prompt_tokens"]
-        else:
-            assert (ours.http.status_code, mine) == (theirs.status_code, theirs.json()), body
+    bodies = random.Random(seed).sample(cases, 300)
+    broken = (b"", b"{", b"[1]", b"\xff", b'{"prompt": 1e999}', b"[" * 1000)
+    bodies += [(PATHS["completions"], content) for content in broken]
+    doors.check_lines(bodies, [doors.by_http(*line) for line in bodies])
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff", b"\x0a\x05\x12\x03\x0a\x01\xff", b"\x0a\xff\xff\xff\xff\x0f", b"\x0a"])
@@ -359,6 +293,25 @@ def test_an_unknown_model_and_too_much_at_once_have_their_codes(client, service,
     monkeypatch.undo()
 
 
+def test_s18_two_calls_may_have_one_id_at_once(target):
+    async def work() -> list[pb.GenerateResponse]:
+        async with grpc.aio.insecure_channel(target) as channel:
+            client = ServingStub(channel)
+
+            async def one(i: int) -> pb.GenerateResponse:
+                call = client.Generate(completion([5], max_tokens=20, request_id="same", seed=i))
+                part = await call.read()
+                assert await call.read() is grpc.aio.EOF
+                return part
+
+            together = await asyncio.gather(*(one(i) for i in range(4)))
+            return [*together, await one(4)]  # and once more after they have ended
+
+    answers = asyncio.run(work())
+    assert len({answer.id for answer in answers}) == 5
+    assert len({answer.choices[0].text for answer in answers}) == 1
+
+
 def test_a_fault_of_the_server_is_told_without_its_details(client, service, monkeypatch):
     async def broken(call: Any) -> None:
         raise KeyError("secret")
@@ -416,19 +369,19 @@ def test_s41_calls_that_are_cancelled_leave_nothing(client, engine, is_streamed)
             next(call)
         call.cancel()
     assert answer(client, completion(max_tokens=3)).usage.completion_tokens == 3
-    assert engine.stats()["num_output_tokens"] - before < 64 * 90
+    assert engine.stats()["num_output_tokens"] - before < 6 * 64 * 90 / 2
 
 
 def test_work_past_its_deadline_is_dropped_whether_it_waits_or_runs(client, engine):
     before = engine.stats()
     long = client.Generate(completion([1], n=128, max_tokens=90, stream=True))
     next(long)
-    waiting = client.Generate(completion([2], max_tokens=90), timeout=0.1)
+    waiting = client.Generate(completion([2], max_tokens=90), timeout=0.5)
     with pytest.raises(grpc.RpcError) as caught:
         list(waiting)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     long.cancel()
-    runs = client.Generate(completion([1], n=128, max_tokens=90, stream=True), timeout=0.3)
+    runs = client.Generate(completion([1], n=128, max_tokens=90, stream=True), timeout=1.0)
     with pytest.raises(grpc.RpcError) as caught:
         list(runs)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -511,7 +464,7 @@ def test_a_batch_stops_reading_while_its_results_are_not_taken(target, service, 
 
 
 def test_an_id_in_flight_twice_ends_the_batch(client):
-    double = items(1, max_tokens=90)[0]
+    double = items(1, n=64, max_tokens=90)[0]
     code, text, field = refused(client.GenerateBatch(iter([double, double])))
     assert (code, field) == ("INVALID_ARGUMENT", "id") and "in flight" in text
     code, _, field = refused(client.GenerateBatch(iter([pb.GenerateBatchRequest()])))
@@ -523,7 +476,7 @@ def test_a_batch_that_ends_early_says_why_whatever_waits_to_be_read(target):
         async with grpc.aio.insecure_channel(target, options=[("grpc.http2.bdp_probe", 0)]) as channel:
             call = ServingStub(channel).GenerateBatch()
             big = items(2, n=4, max_tokens=90, logprobs=20)
-            slow = items(3, n=32, max_tokens=90)[2]
+            slow = items(3, n=128, max_tokens=90)[2]
             for request in (*big, slow):
                 await call.write(request)
             await asyncio.sleep(0.3)  # results wait
@@ -597,7 +550,7 @@ def all_methods() -> list[Any]:
 
 def call_raw(channel: grpc.Channel, path: str, metadata: Any) -> grpc.StatusCode:
     """How a call of one empty message ends, or OK once it is answered."""
-    call = channel.stream_stream(path)(iter([b""]), metadata=metadata, timeout=10)
+    call = channel.stream_stream(path)(iter([b""]), metadata=metadata, timeout=60)
     try:
         next(call, None)
     except grpc.RpcError as error:
@@ -704,13 +657,15 @@ def test_a_gateway_gets_token_ids_in_chunks_and_whole(vllm, client):
     assert stopped.complete.finish_reason == "stop" and stopped.complete.matched_token_id == token_ids[1]
 
 
-def test_a_gateway_aborts_by_its_id(vllm, engine):
+def test_a_gateway_aborts_by_its_id(vllm, engine, monkeypatch):
+    brake = Brake(monkeypatch, engine, 10)
     request = {"request_id": "a", "tokenized": {"input_ids": [5]}, "stream": True}
     call = vllm("Generate", **request, sampling_params={**SETTINGS, "n": 64, "max_tokens": 90})
     first = next(call)
     code, _, field = refused(vllm("Generate", **request, sampling_params=SETTINGS))
     assert (code, field) == ("INVALID_ARGUMENT", "request_id")
     vllm("Abort", request_ids=["a", "unknown"])
+    brake.num_steps = None
     ends = [part.complete for part in [first, *call] if part.HasField("complete")]
     assert [end.finish_reason for end in ends] == ["abort"] * 64
     assert list(vllm("Generate", **request, sampling_params=SETTINGS))[-1].complete.finish_reason == "length"

@@ -8,22 +8,16 @@ from typing import Any
 
 import httpx
 import pytest
-from http_harness import CONTEXT, Servers, servers, tiny_engine
+from http_harness import CONTEXT, Servers, check_idle, servers
 
 from configs.server import ServerConfig
+from serving.request import NotNowError
 from serving.structured.constraint import Constraint
 
 LETTERS = list(range(ord("a"), ord("z") + 1))
 COMPLETIONS = "/v1/completions"
 NEIGHBOUR = {"prompt": "hello", "temperature": 0, "ignore_eos": True, "allowed_token_ids": LETTERS, "max_tokens": 40}
 DIGITS = {"prompt": "a", "structured_outputs": {"regex": "[0-9]{12}"}, "max_tokens": 20}
-
-
-@pytest.fixture(scope="module")
-def engine():
-    engine = tiny_engine()
-    yield engine
-    engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +39,7 @@ def http(url):
 @pytest.fixture(autouse=True)
 def engine_is_left_as_it_was(engine):
     yield
-    stats = engine.stats()
-    assert engine.is_alive
-    assert (stats["num_running"], stats["num_waiting"], stats["num_compiles_while_serving"]) == (0, 0, 0)
-    assert stats["num_free_pages"] == stats["num_pages"] - 1
-    engine.engine.scheduler.check_integrity()
+    check_idle(engine)
 
 
 def ok(response: httpx.Response) -> dict[str, Any]:
@@ -182,6 +172,19 @@ def test_s68_a_schema_that_fails_only_when_it_is_compiled_fails_its_request_alon
         for schema in ({}, True):
             body = {"prompt": "a", "structured_outputs": {"json": schema}, "max_tokens": 8, "logit_bias": {"110": 100}}
             assert ok(http.post(COMPLETIONS, json=body))["choices"][0]["text"] == "null"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_cannot_be_compiled_now_may_be_later(http, engine, monkeypatch, stream):
+    def busy(structured: Any) -> Any:
+        raise NotNowError("structured", "cannot be compiled now: others are being compiled")
+
+    monkeypatch.setattr(engine.engine._grammars, "compile", busy)
+    response = http.post(COMPLETIONS, json={**DIGITS, "stream": stream})
+    error = refused(response, 503)
+    assert "cannot be compiled now" in error["message"] and response.headers["retry-after"] == "1"
+    monkeypatch.undo()
+    assert len(ok(http.post(COMPLETIONS, json=DIGITS))["choices"][0]["text"]) == 12
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 from grpc_harness import grpc_server, stub
-from http_harness import Servers, servers, tiny_engine
+from http_harness import Servers
 from prometheus_client.parser import text_string_to_metric_families
 
 from configs.operations import OperationsConfig
@@ -39,22 +39,9 @@ class Requests(EngineObserver):
         self.records.append(record)
 
 
-@pytest.fixture(scope="module")
-def engine():
-    engine = tiny_engine()
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def running():
-    with servers() as running:
-        yield running
-
-
 @pytest.fixture
 def operations(engine):
-    config = OperationsConfig(measure_peaks=False, stuck_step_s=0.2)
+    config = OperationsConfig(measure_peaks=False)
     operations = Operations(engine.engine, config, model_name="tiny")
     yield operations
     operations.close()
@@ -116,17 +103,32 @@ def test_metrics_count_what_clients_of_each_door_got_and_what_was_refused(url, h
 def test_a_refusal_for_load_is_counted_and_a_client_that_left_is_not(running, engine, operations):
     address, service = running.start_service(ServerConfig(), engine, operations)
     service.num_in_flight += service.config.max_concurrent_requests
-    assert httpx.post(address + COMPLETIONS, json={"prompt": "a"}).status_code == 429
+    assert httpx.post(address + COMPLETIONS, json={"prompt": "a"}, timeout=60).status_code == 429
     service.num_in_flight -= service.config.max_concurrent_requests
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(address + COMPLETIONS, json={"prompt": "a", "max_tokens": 90, "n": 100}, timeout=0.05)
+        httpx.post(
+            address + COMPLETIONS,
+            json={"prompt": "a", "max_tokens": 90, "n": 100},
+            timeout=httpx.Timeout(60, read=0.05),
+        )
     running.loop.call_soon_threadsafe(service.drain)
     while service.is_ready:
         pass
-    assert httpx.post(address + COMPLETIONS, json={"prompt": "a"}).status_code == 503
+    assert httpx.post(address + COMPLETIONS, json={"prompt": "a"}, timeout=60).status_code == 503
     counts = operations.metrics.values()["headrace_requests_refused_total"]
     assert {labels[0] for labels, count in counts.items() if count} == {"overloaded", "unavailable"}
-    assert httpx.get(address + "/metrics").status_code == 200  # while draining too
+    assert httpx.get(address + "/metrics", timeout=60).status_code == 200  # while draining too
+
+
+def test_refusals_while_the_model_loads_are_counted_once_there_are_metrics(running, engine, operations):
+    address, service = running.start_service(ServerConfig(), None)
+    for _ in range(3):
+        assert httpx.post(address + COMPLETIONS, json={"prompt": "a"}, timeout=60).status_code == 503
+    service.attach(engine, operations)
+    assert operations.metrics.values()["headrace_requests_refused_total"][("unavailable",)] == 3
+    service.drain()
+    assert httpx.post(address + COMPLETIONS, json={"prompt": "a"}, timeout=60).status_code == 503
+    assert operations.metrics.values()["headrace_requests_refused_total"][("unavailable",)] == 4
 
 
 @pytest.mark.parametrize("name", ["status", "chat"])
@@ -168,12 +170,14 @@ def test_a_step_that_hangs_is_told_by_health_checks_until_it_returns(http, engin
     asking = threading.Thread(target=lambda: answers.append(http.post(COMPLETIONS, json=body, headers=AS_A)))
     asking.start()
     try:
-        while not operations.watchdog.is_stuck:
-            pass
+        with monkeypatch.context() as patch:
+            patch.setattr(operations.watchdog, "stuck_step_s", 0.05)
+            while not operations.watchdog.is_stuck:
+                operations.watchdog.check()
         for path in ("/health", "/healthz", "/readyz", "/ping"):
-            assert "does not return" in httpx.get(f"{http.base_url}{path}").json()["error"]["message"], path
-        assert httpx.post(f"{http.base_url}{COMPLETIONS}", json=body, headers=AS_B).status_code == 503
-        assert httpx.get(f"{http.base_url}/status.json", headers=AS_B).json()["state"] == "stuck"
+            assert "does not return" in httpx.get(f"{http.base_url}{path}", timeout=60).json()["error"]["message"], path
+        assert httpx.post(f"{http.base_url}{COMPLETIONS}", json=body, headers=AS_B, timeout=60).status_code == 503
+        assert httpx.get(f"{http.base_url}/status.json", headers=AS_B, timeout=60).json()["state"] == "stuck"
     finally:
         hang.set()
         asking.join()
@@ -192,7 +196,7 @@ def test_tenant_trace_and_names_reach_the_engine_and_the_access_log(http, engine
         http.get("/v1/models/tiny", headers=AS_A)
         http.get("/secret/path?key=secret", headers=AS_A)
         http.get("/status.json")
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while len(caplog.records) < 5 and time.monotonic() < deadline_s:  # a line follows its answer
             time.sleep(0.01)
     assert chat.headers["traceparent"] == TRACE
@@ -226,7 +230,7 @@ def test_a_trusted_proxy_may_name_the_tenant(running, engine, operations):
     requests = Requests()
     engine.engine.observers += (requests,)
     address, _ = running.start_service(ServerConfig(tenant_header="X-Tenant"), engine, operations)
-    with httpx.Client(base_url=address) as client:
+    with httpx.Client(base_url=address, timeout=60) as client:
         body = {"prompt": "a", **SHORT}
         for headers in ({"X-Tenant": "acme corp"}, {}, {"Authorization": "Bearer x", "traceparent": "broken"}):
             assert client.post(COMPLETIONS, json=body, headers=headers).status_code == 200
@@ -245,7 +249,11 @@ def test_tenant_trace_and_refusals_over_grpc_are_those_of_http(running, engine, 
     key = ("authorization", "Bearer key-b")
     request = pb.GenerateRequest(completion=pb.CompletionRequest(prompt=[pb.Prompt(text="a")], **SHORT))
     bad = pb.GenerateRequest(completion=pb.CompletionRequest(prompt=[pb.Prompt(text="a")], n=0))
-    with httpx.Client(base_url=address) as http, grpc_server(running, service) as target, stub(target) as client:
+    with (
+        httpx.Client(base_url=address, timeout=60) as http,
+        grpc_server(running, service) as target,
+        stub(target) as client,
+    ):
         before = scraped(http)["headrace_requests_refused_total"]
         list(client.Generate(request, metadata=(key, ("traceparent", TRACE))))
         items = [

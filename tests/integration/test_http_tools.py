@@ -10,7 +10,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from http_harness import Servers, servers, tiny_engine
+from http_harness import Servers, check_idle, tiny_engine
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from configs.server import ServerConfig
@@ -46,12 +46,6 @@ def engine():
 
 
 @pytest.fixture(scope="module")
-def running():
-    with servers() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def url(running: Servers, engine):
     """Without reasoning, from which a random model does not come back."""
     return running.start_service(ServerConfig(served_model_name="tiny", reasoning_format="none"), engine)[0]
@@ -72,9 +66,7 @@ def http(url):
 @pytest.fixture(autouse=True)
 def engine_is_left_as_it_was(engine):
     yield
-    stats = engine.stats()
-    assert (stats["num_running"], stats["num_waiting"], stats["num_compiles_while_serving"]) == (0, 0, 0)
-    assert engine.is_alive
+    check_idle(engine)
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> ChatCompletion:

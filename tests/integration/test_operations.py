@@ -55,7 +55,7 @@ def test_who_asks_reaches_metrics_and_logs_and_the_prompt_does_not(engine, capfd
 
 
 def test_a_hung_step_is_seen_and_forgotten_once_it_returns(engine, monkeypatch):
-    operations = Operations(engine, OperationsConfig(stuck_step_s=0.05, measure_peaks=False), model_name="tiny")
+    operations = Operations(engine, OperationsConfig(measure_peaks=False), model_name="tiny")
     server, hang, step = AsyncEngine(engine), threading.Event(), engine._step
 
     def hanging_step():
@@ -66,8 +66,11 @@ def test_a_hung_step_is_seen_and_forgotten_once_it_returns(engine, monkeypatch):
 
     async def main():
         task = asyncio.create_task(ask(server))
-        while not operations.watchdog.is_stuck:
-            await asyncio.sleep(0.01)
+        with monkeypatch.context() as patch:
+            patch.setattr(operations.watchdog, "stuck_step_s", 0.05)
+            while not operations.watchdog.is_stuck:
+                operations.watchdog.check()
+                await asyncio.sleep(0.01)
         states = [status_snapshot(engine, operations.metrics)["state"]]
         states.append(operations.metrics.values()["headrace_step_stuck"][()])
         hang.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import signal
 import socket
@@ -11,23 +12,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from http_harness import free_port
 
 from serving.__main__ import main
 
 TINY = Path(__file__).parents[1] / "data" / "tiny"
 FLAGS = ["--dtype=float32", "--max_num_seqs=2", "--prefill_token_buckets=32", "--num_pages=200", "--max_decode_steps=1"]
-FLAGS += ["--measure_peaks=false"]
+FLAGS += ["--measure_peaks=false", "--drain_grace_s=300"]
 LONG = {"prompt": [1, 2], "max_tokens": 900, "ignore_eos": True, "temperature": 0, "stream": True}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -81,7 +79,10 @@ async def drained(port: int, process: subprocess.Popen[str], *, n: int, num_sign
 def test_s46_s47_loading_is_said_ready_is_said_and_a_signal_lets_requests_end(tmp_path):
     port, grpc_port, log = free_port(), free_port(), tmp_path / "log"
     flags = ("--served_model_name=m", "--json_logs=true", f"--grpc_port={grpc_port}")
-    with serving(port, *flags, log=log) as process, httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+    with (
+        serving(port, *flags, log=log) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
+    ):
         while True:
             with contextlib.suppress(httpx.ConnectError):
                 assert client.get("/health").status_code == 200
@@ -120,7 +121,7 @@ def test_a_signal_while_the_model_loads_ends_the_process():
     with serving(port) as process:
         while True:
             with contextlib.suppress(httpx.ConnectError):
-                httpx.get(f"http://127.0.0.1:{port}/health")
+                httpx.get(f"http://127.0.0.1:{port}/health", timeout=60)
                 break
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
@@ -143,6 +144,20 @@ def test_what_cannot_be_served_is_refused_in_one_line(capsys):
             error = capsys.readouterr().err
             last = error.splitlines()[-1]
             assert last.startswith("headrace: error: ") and message in last and "a b" not in last
+
+
+def test_traces_without_their_packages_are_refused_before_the_model_loads(capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+
+    def without_opentelemetry(name: str) -> Any:
+        if name.startswith("opentelemetry"):
+            raise ModuleNotFoundError(name)  # of a package inside one that is not there
+        return find_spec(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_opentelemetry)
+    assert main(["serve", "--model=dummy:/no/such/folder", "--otlp_endpoint=http://localhost:4318/v1/traces"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("headrace: error: serve needs opentelemetry.sdk") and "headrace[otel]" in error
 
 
 def test_a_dry_run_says_what_would_run_and_a_key_is_in_nothing_printed(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 from configs.checks import ConfigError
+from configs.engine import EngineConfig, MeshConfig
 from serving import LLM, SamplingParams
+from serving.engine import build_engine
 
 TINY = Path(__file__).parents[1] / "data" / "tiny"  # 8 query heads on 2 KV heads: from 4 devices on, KV heads replicate
 
@@ -87,6 +90,45 @@ def test_swapped_pages_come_back_to_the_devices_that_had_them():
         (alone,) = llm.generate([prompt], params, use_tqdm=False)
         assert alone.outputs[0].logprobs == output.outputs[0].logprobs
     assert llm.engine.num_compiles_while_serving == 0
+
+
+@pytest.mark.slow
+def test_s44_a_request_past_its_deadline_ends_for_all_devices_at_once_whatever_the_clock_says():
+    """One scheduler decides for all devices, which have no clock of their own; that of the host jumps about here."""
+    config = EngineConfig(
+        dtype="float32",
+        max_model_len=96,
+        max_num_seqs=4,
+        prefill_token_buckets=(64,),
+        query_block=16,
+        max_decode_steps=1,
+        num_pages=65,
+    )
+    times_s = itertools.cycle([0.0, 1e6, -1e6, 5.0, 4.0])
+    engine = build_engine(f"dummy:{TINY}", config, MeshConfig(tensor=4), now=lambda: next(times_s))
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    late, neighbour = list(range(1, 100, 2)), [7, 8, 9]
+    known = {}
+    for prompt in (late, neighbour):
+        request_id = engine.add(prompt, params)
+        while engine.has_work():
+            engine.step()
+        known[len(prompt)] = engine.collect(request_id).outputs[0].token_ids
+    before = engine.stats()
+    for num_steps in range(13):  # from before it has begun, over its prefill, to its last token
+        engine.add(late, params, request_id="late")
+        engine.add(neighbour, params, request_id="neighbour")
+        for _ in range(num_steps):
+            engine.step()
+        assert [delta.request_finished for delta in engine.abort("late")] == [True]
+        while engine.has_work():
+            engine.step()
+        ended = engine.collect("late").outputs[0]
+        assert ended.finish_reason == "abort" and ended.token_ids == known[len(late)][: len(ended.token_ids)]
+        assert engine.collect("neighbour").outputs[0].token_ids == known[len(neighbour)]
+        after = engine.stats()
+        assert (after["num_free_pages"], after["num_free_slots"]) == (before["num_free_pages"], 4)
+        engine.scheduler.check_integrity()
 
 
 def test_impossible_splits_are_refused_at_start_with_the_reason():

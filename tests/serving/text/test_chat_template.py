@@ -193,6 +193,7 @@ def test_globals_and_blocks_of_hugging_face_templates(make):
 def test_kwargs_reach_the_template_but_cannot_replace_what_is_its_own(make):
     chat_template = make("{{ enable_thinking }} {{ note }}")
     assert chat_template.render(USER, chat_template_kwargs={"enable_thinking": False, "note": "n"}) == "False n"
+    assert chat_template.render(USER, chat_template_kwargs={"note": "n", "self": 1, "args": 2}).endswith(" n")
     for key in ("messages", "chat_template", "bos_token", "add_generation_prompt", "tools"):
         with pytest.raises(RequestError, match=f"chat_template_kwargs: cannot set {key}"):
             chat_template.render(USER, chat_template_kwargs={key: "x"})
