@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.struct_pb2 import ListValue, Struct, Value
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from serving.api.chat_text import text_part
+from serving.api.responses import Answer, PlainText
 from serving.proto.v1 import serving_pb2 as pb
 from serving.request import RequestError
+
+if TYPE_CHECKING:
+    from serving.async_engine import RequestDelta
 
 MAX_EXACT_INT = 2**53  # google.protobuf.Value has doubles alone
 
@@ -81,6 +86,33 @@ def _json(name: str, value: Struct | ListValue | Value) -> Any:
         if item.is_integer() and abs(item) <= MAX_EXACT_INT:
             return int(item)
     return item
+
+
+class ChunkMessages:
+    """`response_message` of the chunks of one answer. What chunks of mere text have in common is made once."""
+
+    def __init__(self, answer: Answer):
+        self._answer = answer
+        self._empty: pb.GenerateResponse | None = None  # a chunk but for its choice
+
+    def messages(self, item: RequestDelta) -> list[pb.GenerateResponse]:
+        """What a step added to one completion; raises as `Answer.chunks` does."""
+        news = self._answer.news(*item)
+        if not isinstance(news, PlainText):
+            return [response_message(chunk) for chunk in news]
+        if self._empty is None:
+            self._empty = response_message(self._answer.text_chunk(news))
+            del self._empty.choices[:]
+        message = pb.GenerateResponse()
+        message.CopyFrom(self._empty)
+        if news.kind == "text":
+            message.choices.add(index=news.index, text=news.text)
+        else:
+            message.choices.add(index=news.index, message=pb.ChatMessage(**text_part(news.kind, news.text)))
+        return [message]
+
+    def last_messages(self) -> list[pb.GenerateResponse]:
+        return [response_message(chunk) for chunk in self._answer.last_chunks()]
 
 
 def response_message(answer: Mapping[str, Any]) -> pb.GenerateResponse:

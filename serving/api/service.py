@@ -38,8 +38,8 @@ from serving.text.generation_config import default_fields
 from serving.validation import check_text_length
 
 if TYPE_CHECKING:  # JAX takes seconds to import, and a server is to say at once that it is alive
-    from serving.async_engine import AsyncEngine
-    from serving.engine import CheckedRequest, OutputDelta
+    from serving.async_engine import AsyncEngine, RequestDelta
+    from serving.engine import CheckedRequest
     from serving.metrics import EngineMetrics
     from serving.operations.operations import Operations
 
@@ -357,21 +357,28 @@ class Generation:
         self.checked = checked
         self.answer = answer
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, OutputDelta, RequestOutput | None], None]:
-        """(index of the prompt, delta, the prompt's whole output beside its last delta)."""
+    async def batches(self) -> AsyncGenerator[list[RequestDelta], None]:
+        """Lists of (index of the prompt, delta, the prompt's whole output beside its last delta): all at hand."""
         from serving.async_engine import EngineDeadError
 
         # The answer's name is the engine's name for the request, so that logs and traces have it.
         ids = [self.answer.id]
         if len(self.checked) > 1:
             ids = [f"{self.answer.id}-{index}" for index in range(len(self.checked))]
-        requests = self._engine.generate_checked(self.checked, ids, context=self._context)
+        requests = self._engine.generate_in_batches(self.checked, ids, context=self._context)
         try:
-            async with contextlib.aclosing(requests) as items:
-                async for item in items:
-                    yield item
+            async with contextlib.aclosing(requests) as batches:
+                async for batch in batches:
+                    yield batch
         except EngineDeadError as error:
             raise GivenUpError("the engine is dead") from error
+
+    async def deltas(self) -> AsyncGenerator[RequestDelta, None]:
+        """What `batches` gives, one by one."""
+        async with contextlib.aclosing(self.batches()) as batches:
+            async for batch in batches:
+                for item in batch:
+                    yield item
 
     async def whole(self, on_first_token: Callable[[], None] = lambda: None) -> dict[str, Any]:
         outputs: dict[int, RequestOutput] = {}
@@ -384,14 +391,6 @@ class Generation:
                 if output is not None:
                     outputs[prompt_index] = output
         return self.answer.whole([outputs[index] for index in range(len(self.checked))])
-
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        async with contextlib.aclosing(self.deltas()) as items:
-            async for item in items:
-                for chunk in self.answer.chunks(*item):
-                    yield chunk
-        for chunk in self.answer.last_chunks():
-            yield chunk
 
 
 def _with_effort(args: TemplateArgs, effort: str, template: str | None) -> TemplateArgs:
