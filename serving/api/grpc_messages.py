@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -95,11 +95,36 @@ class ChunkMessages:
         self._answer = answer
         self._empty: pb.GenerateResponse | None = None  # a chunk but for its choice
 
-    def messages(self, item: RequestDelta) -> list[pb.GenerateResponse]:
-        """What a step added to one completion; raises as `Answer.chunks` does."""
-        news = self._answer.news(*item)
-        if not isinstance(news, PlainText):
-            return [response_message(chunk) for chunk in news]
+    def messages(self, batch: Sequence[RequestDelta]) -> Iterator[pb.GenerateResponse]:
+        """What steps added to completions; raises as `Answer.chunks` does.
+
+        Text that has come meanwhile for the same choice goes into one message: a message costs gRPC more than a token
+        costs the engine, so that a server that is late catches up.
+        """
+        text: PlainText | None = None  # not given out yet
+        for item in batch:
+            try:
+                news = self._answer.news(*item)
+            except Exception:
+                if text is not None:
+                    yield self._text_message(text)
+                raise
+            if not news:
+                continue
+            if text is not None and isinstance(news, PlainText) and news[:2] == text[:2]:
+                text = text._replace(text=text.text + news.text)
+                continue
+            if text is not None:
+                yield self._text_message(text)
+            text = None
+            if isinstance(news, PlainText):
+                text = news
+            else:
+                yield from map(response_message, news)
+        if text is not None:
+            yield self._text_message(text)
+
+    def _text_message(self, news: PlainText) -> pb.GenerateResponse:
         if self._empty is None:
             self._empty = response_message(self._answer.text_chunk(news))
             del self._empty.choices[:]
@@ -109,7 +134,7 @@ class ChunkMessages:
             message.choices.add(index=news.index, text=news.text)
         else:
             message.choices.add(index=news.index, message=pb.ChatMessage(**text_part(news.kind, news.text)))
-        return [message]
+        return message
 
     def last_messages(self) -> list[pb.GenerateResponse]:
         return [response_message(chunk) for chunk in self._answer.last_chunks()]

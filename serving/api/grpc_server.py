@@ -129,9 +129,8 @@ class ServingMethods:
         chunks = ChunkMessages(generation.answer)
         async with contextlib.aclosing(generation.batches()) as batches:
             async for batch in batches:
-                for item in batch:
-                    for message in chunks.messages(item):
-                        await send(message)
+                for message in chunks.messages(batch):
+                    await send(message)
         for message in chunks.last_messages():
             await send(message)
 
