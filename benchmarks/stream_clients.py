@@ -123,7 +123,6 @@ class Grpc:
                 if found >= 0:
                     start = found + len(b"grpc-status") + 1
                     self.status = payload[start : start + payload[start - 1]].decode()
-                    self.trailers = payload
                 is_end = True
             elif kind in (RST_STREAM, GOAWAY):
                 is_end = True
@@ -195,7 +194,6 @@ class Client:
             "status": self.protocol.status,
             "num_events": self.protocol.num_events,
             "num_tokens": 0 if has_left else self.protocol.num_tokens,
-            "trailers": str(getattr(self.protocol, "trailers", b"")),
         }
 
 

@@ -17,6 +17,7 @@ from serving.api.chat_text import OutputFormats, check_formats, prompt_end
 from serving.api.constrained_chat import chat_constraint
 from serving.api.errors import GivenUpError, OverloadedError, UnavailableError, UnknownModelError
 from serving.api.keys import ApiKeys
+from serving.api.loop_delay import LoopDelay
 from serving.api.output_constraint import constrained, error_of_request
 from serving.api.responses import Answer, ChatAnswer, CompletionAnswer
 from serving.api.schema import (
@@ -43,6 +44,7 @@ if TYPE_CHECKING:  # JAX takes seconds to import, and a server is to say at once
     from serving.metrics import EngineMetrics
     from serving.operations.operations import Operations
 
+SMALL_PROMPTS = 1024  # characters and tokens of a call, encoded in the event loop; more in a thread, which costs a hop
 NUM_GRAMMAR_THREADS = 4  # that wait for a grammar to be compiled
 NUM_TEXT_THREADS = 4  # that decode, check and encode
 NUM_TEMPLATE_THREADS = 4  # that wait for a chat template: a slow one holds up no request without
@@ -63,6 +65,7 @@ class Service:
         self.created_s = int(time.time())
         self.keys = ApiKeys(config.api_keys, config.api_key_tenants)
         self.num_in_flight = 0
+        self._loop_delay = LoopDelay(lambda: self.num_in_flight > 0)
         self._engine: AsyncEngine | None = None
         self._operations: Operations | None = None
         self._defaults: dict[str, Any] = {}
@@ -182,6 +185,12 @@ class Service:
                 f"{self.num_in_flight} requests are in flight and {num_waiting} completions wait; no more are accepted",
                 retry_after_s=config.retry_after_s,
             )
+        delay_s = self._loop_delay.measure()
+        if delay_s > config.max_loop_delay_s:
+            raise OverloadedError(
+                f"the server is {delay_s * 1e3:.0f} ms late with what it has; no more is accepted",
+                retry_after_s=config.retry_after_s,
+            )
         self.num_in_flight += 1
         self._idle.clear()
         try:
@@ -226,8 +235,11 @@ class Service:
         engine = self.engine
         loop = asyncio.get_running_loop()
         if isinstance(call, CompletionCall):
-            pool = self._text_pool if call.constraint is None else self._grammar_pool
-            checked = await loop.run_in_executor(pool, self._check_prompts, engine, call)
+            if call.constraint is None and sum(map(len, call.prompts)) <= SMALL_PROMPTS:
+                checked = self._check_prompts(engine, call)
+            else:
+                pool = self._text_pool if call.constraint is None else self._grammar_pool
+                checked = await loop.run_in_executor(pool, self._check_prompts, engine, call)
         else:
             self._formats.check(call)
             if self._formats.needs_special_tokens(call):
