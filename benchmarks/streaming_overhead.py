@@ -12,8 +12,10 @@ itself, its steps called in a row as `LLM.generate` does, then answers them thro
 requests as text, or messages, to the last token. Rounds' ratios are compared, so that what else the machine does falls on
 both. Requests take --tokens tokens whatever they are. A model without a tokenizer gets one in which every token has a text.
 
-`loop_us` is the processor's time of the event loop's thread for each chunk sent; `server_cpu_s` of all threads of the
-server, the computing of a CPU "device" included; `clients_cpu_s` of the clients.
+`loop_us` is the processor's time of the event loop's thread for each chunk sent, `loop_ms_a_dispatch` and
+`engine_ms_a_dispatch` that of the loop's and the engine's thread for each dispatch: where both together are less than a
+device's step, and the machine has processors to spare, streams cost a device no time. `server_cpu_s` is of all threads of
+the server, the computing of a CPU "device" included; `clients_cpu_s` of the clients.
 
 --simulated_step_ms puts a simulated device (`simulated_device.py`) under the engine: steps of a fixed time in which the
 host is free. Nothing is computed, so --model should be small then: its figures say what the host costs, not what a device
@@ -25,7 +27,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import dataclasses
+import gc
 import json
 import os
 import statistics
@@ -45,6 +47,7 @@ from serving.api.http_server import HttpServer, build_app
 from serving.api.service import Service
 from serving.async_engine import AsyncEngine
 from serving.cli.parser import add_engine_flags, configs_from
+from serving.cli.serve import SWITCH_INTERVAL_S
 from serving.engine import Engine, build_engine
 from serving.operations.operations import Operations
 from serving.proto.v1 import serving_pb2 as pb
@@ -165,9 +168,11 @@ class ClientProcess:
 
 
 class Streaming:
-    def __init__(self, args: argparse.Namespace, processes: list[ClientProcess], ports: dict[str, int]):
-        self.args, self.processes, self.ports = args, processes, ports
-        self.loop_thread = threading.current_thread()
+    def __init__(
+        self, args: argparse.Namespace, processes: list[ClientProcess], ports: dict[str, int], engine: AsyncEngine
+    ):
+        self.args, self.processes, self.ports, self.counters = args, processes, ports, engine.engine.counters
+        self.threads = (threading.current_thread(), engine._thread)  # of the event loop and of the engine
 
     async def run(self, door: str, prompts: list[str]) -> dict[str, Any]:
         kind, _, api = door.partition("-")
@@ -188,14 +193,15 @@ class Streaming:
         for index, process in enumerate(processes):
             process.send(json.dumps(requests[index :: len(processes)]))
         await asyncio.gather(*(asyncio.to_thread(process.receive) for process in processes))
-        loop_s, process_s = thread_cpu_s(self.loop_thread), time.process_time()
+        before, process_s = self._thread_times(), time.process_time()
         for process in processes:
             process.send("go")
         lines = [
             json.loads(line)
             for line in await asyncio.gather(*(asyncio.to_thread(process.receive) for process in processes))
         ]
-        loop_s, process_s = thread_cpu_s(self.loop_thread) - loop_s, time.process_time() - process_s
+        process_s = time.process_time() - process_s
+        loop_s, engine_s, num_dispatches = (now - then for now, then in zip(self._thread_times(), before, strict=True))
         results = [result for line in lines for result in line["results"]]
         bad = [r for r in results if r["num_tokens"] != self.args.tokens or r["status"] not in ("200", "0")]
         if bad:
@@ -206,10 +212,20 @@ class Streaming:
             "seconds": seconds,
             "chunks": num_chunks,
             "loop_us": loop_s / num_chunks * 1e6,
+            "loop_ms_a_dispatch": loop_s / num_dispatches * 1e3,
+            "engine_ms_a_dispatch": engine_s / num_dispatches * 1e3,
             "server_cpu_s": process_s,
             "clients_cpu_s": sum(line["cpu_s"] for line in lines),
             "first_chunk_s": statistics.median(r["first_s"] - r["sent_s"] for r in results),
         }
+
+    def _thread_times(self) -> tuple[float, float, int]:
+        loop_s, engine_s = map(thread_cpu_s, self.threads)
+        counters = self.counters
+        num_dispatches = (
+            counters.num_decode_dispatches + counters.num_mixed_dispatches + counters.num_prefill_dispatches
+        )
+        return loop_s, engine_s, num_dispatches
 
 
 async def measure(args: argparse.Namespace, engine: Engine, processes: list[ClientProcess]) -> None:
@@ -221,7 +237,8 @@ async def measure(args: argparse.Namespace, engine: Engine, processes: list[Clie
     async_engine = AsyncEngine(engine)
     service.attach(async_engine, operations)
     serving = [asyncio.ensure_future(door.serve()) for door in (http, grpc)]
-    direct, streaming = Direct(engine, service), Streaming(args, processes, {"http": http.port, "grpc": grpc.port})
+    ports = {"http": http.port, "grpc": grpc.port}
+    direct, streaming = Direct(engine, service), Streaming(args, processes, ports, async_engine)
     num_tokens = args.clients * args.tokens
     figures: dict[str, list[dict[str, Any]]] = {door: [] for door in args.door}
     try:
@@ -261,6 +278,8 @@ def summary(args: argparse.Namespace, door: str, rounds: list[dict[str, Any]], n
         "ratio_range": [round(ratios[0], 3), round(ratios[-1], 3)],
         "tokens_per_chunk": round(num_tokens / statistics.median(figure["chunks"] for figure in rounds), 2),
         "loop_us": median("loop_us", 1),
+        "loop_ms_a_dispatch": median("loop_ms_a_dispatch", 2),
+        "engine_ms_a_dispatch": median("engine_ms_a_dispatch", 2),
         "first_chunk_s": median("first_chunk_s", 3),
         "seconds": median("seconds", 2),
         "server_cpu_s": median("server_cpu_s", 2),
@@ -284,13 +303,16 @@ def main() -> None:
     args.door = args.door or list(DOORS)
     processes = [ClientProcess() for _ in range(args.client_processes)]
     configs = configs_from(args)
-    engine = build_engine(configs.run.model_source, dataclasses.replace(configs.engine), configs.mesh)
+    engine = build_engine(configs.run.model_source, configs.engine, configs.mesh)
     if engine.tokenizer is None:
         engine.tokenizer = made_up_tokenizer(engine.model_config.vocab_size)
     if args.simulated_step_ms is not None:
         from simulated_device import SimulatedDevice
 
         SimulatedDevice(engine, args.simulated_step_ms / 1e3)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()  # as `headrace serve` does
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(measure(args, engine, processes))
     for process in processes:

@@ -38,7 +38,7 @@ class ServerConfig:
     drain_grace_s: float = 30.0  # running requests may go on for so long after SIGTERM
     max_concurrent_requests: int = 1024  # requests in flight, running and waiting; further ones get 429
     max_waiting_completions: int = 4096  # completions waiting for a slot, of all requests; further requests get 429
-    max_loop_delay_s: float = 0.05  # new requests get 429 while the event loop is never less late than this
+    max_loop_delay_s: float = 0.1  # new requests get 429 while the event loop is never less late than this
     retry_after_s: int = 1  # what a 429 or 503 says to wait
     max_n: int = 128  # completions of a prompt
     max_prompts: int = 1024  # prompts of a request

@@ -131,9 +131,9 @@ class ChunkMessages:
         message = pb.GenerateResponse()
         message.CopyFrom(self._empty)
         if news.kind == "text":
-            message.choices.add(index=news.index, text=news.text)
+            message.choices.add(index=news.choice, text=news.text)
         else:
-            message.choices.add(index=news.index, message=pb.ChatMessage(**text_part(news.kind, news.text)))
+            message.choices.add(index=news.choice, message=pb.ChatMessage(**text_part(news.kind, news.text)))
         return message
 
     def last_messages(self) -> list[pb.GenerateResponse]:

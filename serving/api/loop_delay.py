@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 EVERY_S = 0.02
-NUM_TICKS = 10
+NUM_TICKS = 20
 
 
 class LoopDelay:

@@ -24,7 +24,7 @@ MIN_LOGPROB = -9999.0  # JSON has no infinity
 class PlainText(NamedTuple):
     """What a chunk says that has but text: `kind` is text (of a completion), content or reasoning (of a chat)."""
 
-    index: int  # of the choice
+    choice: int  # its index
     kind: str
     text: str
 
@@ -72,7 +72,9 @@ class Answer(ABC):
         news = self.news(prompt_index, delta, output)
         return [self.text_chunk(news)] if isinstance(news, PlainText) else news
 
-    def news(self, prompt_index: int, delta: OutputDelta, output: RequestOutput | None) -> PlainText | list[dict[str, Any]]:
+    def news(
+        self, prompt_index: int, delta: OutputDelta, output: RequestOutput | None
+    ) -> PlainText | list[dict[str, Any]]:
         """As `chunks`, but only the text of a chunk that has nothing else to say: `text_chunk` makes it.
 
         Nearly all chunks are such, and differ in nothing else: a door need not make them anew each time.
@@ -243,7 +245,7 @@ class CompletionAnswer(Answer):
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}]
 
     def _text_choice(self, news: PlainText) -> dict[str, Any]:
-        return {"index": news.index, "text": news.text, "logprobs": None, "finish_reason": None}
+        return {"index": news.choice, "text": news.text, "logprobs": None, "finish_reason": None}
 
     def _prompt_text(self, text: str | None, token_ids: Sequence[int]) -> str:
         if text is not None:
@@ -318,7 +320,7 @@ class ChatAnswer(Answer):
 
     def _text_choice(self, news: PlainText) -> dict[str, Any]:
         delta = text_part(news.kind, news.text)
-        return {"index": news.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"index": news.choice, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
         if entries is None:
