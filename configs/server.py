@@ -38,6 +38,7 @@ class ServerConfig:
     drain_grace_s: float = 30.0  # running requests may go on for so long after SIGTERM
     max_concurrent_requests: int = 1024  # requests in flight, running and waiting; further ones get 429
     max_waiting_completions: int = 4096  # completions waiting for a slot, of all requests; further requests get 429
+    max_loop_delay_s: float = 0.1  # new requests get 429 while the event loop is never less late than this
     retry_after_s: int = 1  # what a 429 or 503 says to wait
     max_n: int = 128  # completions of a prompt
     max_prompts: int = 1024  # prompts of a request
@@ -86,6 +87,7 @@ class ServerConfig:
         check_float(self, "drain_grace_s", minimum=0.0, maximum=86400.0)
         check_int(self, "max_concurrent_requests", minimum=1, maximum=2**20)
         check_int(self, "max_waiting_completions", minimum=1, maximum=2**20)
+        check_float(self, "max_loop_delay_s", above=0.0, maximum=60.0)
         check_int(self, "retry_after_s", minimum=1, maximum=3600)
         check_int(self, "max_n", minimum=1, maximum=128)
         check_int(self, "max_prompts", minimum=1, maximum=2**16)

@@ -32,24 +32,58 @@ class EngineDeadError(RuntimeError):
     """The engine's thread has ended; `__cause__` says why."""
 
 
-_Item = tuple[int, OutputDelta, RequestOutput | None] | BaseException
+# (index of the request among its caller's, delta, and beside its last delta its whole output)
+RequestDelta = tuple[int, OutputDelta, RequestOutput | None]
+
+
+class _Mailbox:
+    """Deltas on their way to one caller, who takes all that have come at once. Used in the caller's loop alone."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self._deltas: list[RequestDelta] = []
+        self._error: BaseException | None = None  # the end: what comes later is for nobody
+        self._arrival: asyncio.Future[None] | None = None  # while its caller waits
+
+    def put(self, item: RequestDelta | BaseException) -> None:
+        if self._error is not None:
+            return
+        if isinstance(item, BaseException):
+            self._error = item
+        else:
+            self._deltas.append(item)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def take(self) -> list[RequestDelta]:
+        """One delta or more, in order. Raises the error that was put, after what came before it."""
+        if not self._deltas and self._error is None:
+            self._arrival = self.loop.create_future()
+            try:
+                await self._arrival
+            finally:
+                self._arrival = None
+        if not self._deltas:
+            assert self._error is not None
+            raise self._error
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
 
 @dataclass
 class _Stream:
-    loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[_Item]  # of all requests of one caller
+    mailbox: _Mailbox  # of all requests of one caller
     index: int  # of this request among them
     request_id: str | None = None  # of the engine's thread; None until the engine has the request
 
-    def put(self, item: _Item) -> None:
-        _post(self.loop, [(self.queue, item)])
+    def put(self, item: RequestDelta | BaseException) -> None:
+        _post(self.mailbox.loop, [(self.mailbox, item)])
 
 
-def _post(loop: asyncio.AbstractEventLoop, items: list[tuple[asyncio.Queue[_Item], _Item]]) -> None:
+def _post(loop: asyncio.AbstractEventLoop, items: Sequence[tuple[_Mailbox, RequestDelta | BaseException]]) -> None:
     def put_all() -> None:
-        for items_queue, item in items:
-            items_queue.put_nowait(item)
+        for mailbox, item in items:
+            mailbox.put(item)
 
     with contextlib.suppress(RuntimeError):  # a closed loop has nobody waiting any more
         loop.call_soon_threadsafe(put_all)
@@ -119,15 +153,27 @@ class AsyncEngine:
         request_ids: Sequence[str | None] | None = None,
         *,
         context: RequestContext | None = None,
-    ) -> AsyncGenerator[tuple[int, OutputDelta, RequestOutput | None], None]:
+    ) -> AsyncGenerator[RequestDelta, None]:
         """Run requests that `Engine.check` has found right, queued together and in order, until all have finished.
 
         Yields (index of the request, delta, and beside its last delta its whole output). Leaving the iterator early, or
         an error in one of them, aborts all. Raises EngineDeadError, and RequestError for an id in use.
         """
-        loop = asyncio.get_running_loop()
-        items: asyncio.Queue[_Item] = asyncio.Queue()
-        streams = [_Stream(loop, items, index) for index in range(len(checked))]
+        async with contextlib.aclosing(self.generate_in_batches(checked, request_ids, context=context)) as batches:
+            async for batch in batches:
+                for item in batch:
+                    yield item
+
+    async def generate_in_batches(
+        self,
+        checked: Sequence[CheckedRequest],
+        request_ids: Sequence[str | None] | None = None,
+        *,
+        context: RequestContext | None = None,
+    ) -> AsyncGenerator[list[RequestDelta], None]:
+        """As `generate_checked`, which yields one by one what this yields together: all that has come meanwhile."""
+        mailbox = _Mailbox(asyncio.get_running_loop())
+        streams = [_Stream(mailbox, index) for index in range(len(checked))]
         ids = [None] * len(checked) if request_ids is None else request_ids
 
         def add_all() -> None:
@@ -139,12 +185,9 @@ class AsyncEngine:
         num_unfinished = len(streams)
         try:
             while num_unfinished:
-                item = await items.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if item[2] is not None:
-                    num_unfinished -= 1
-                yield item
+                batch = await mailbox.take()
+                num_unfinished -= sum(output is not None for _, _, output in batch)
+                yield batch
         finally:
             if num_unfinished:
                 self._send(lambda: self._abort_streams(streams))
@@ -270,14 +313,14 @@ class AsyncEngine:
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
         # One wake-up for each loop and step: each costs this thread a system call.
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[_Item], _Item]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, RequestDelta]]] = {}
         for delta in deltas:
             stream = self._streams[delta.request_id]
             output = None
             if delta.request_finished:
                 output = self.engine.collect(delta.request_id)
                 del self._streams[delta.request_id]
-            by_loop.setdefault(stream.loop, []).append((stream.queue, (stream.index, delta, output)))
+            by_loop.setdefault(stream.mailbox.loop, []).append((stream.mailbox, (stream.index, delta, output)))
         for loop, items in by_loop.items():
             _post(loop, items)
 

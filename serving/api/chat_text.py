@@ -200,6 +200,11 @@ class _ReasoningTokens:
             self._is_reasoning = isinstance(deltas[-1], ReasoningDelta)
 
 
+def text_part(kind: str, text: str) -> dict[str, Any]:
+    """A delta of content or reasoning."""
+    return {"content": text} if kind == "content" else _reasoning(text)
+
+
 def _as_json(delta: Delta) -> dict[str, Any]:
     match delta:
         case ContentDelta(text):

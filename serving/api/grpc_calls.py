@@ -85,11 +85,9 @@ class Call:
             await asyncio.wait((self._write,))
 
     def _check_size(self, message: Message) -> None:
-        limit = self._service.config.max_answer_bytes
-        if message.ByteSize() > limit:
-            raise GrpcError(
-                code_pb2.RESOURCE_EXHAUSTED, f"the answer has {message.ByteSize()} bytes; at most {limit} are sent"
-            )
+        limit, num_bytes = self._service.config.max_answer_bytes, message.ByteSize()
+        if num_bytes > limit:
+            raise GrpcError(code_pb2.RESOURCE_EXHAUSTED, f"the answer has {num_bytes} bytes; at most {limit} are sent")
 
 
 @contextlib.contextmanager

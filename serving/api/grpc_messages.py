@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.struct_pb2 import ListValue, Struct, Value
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from serving.api.chat_text import text_part
+from serving.api.responses import Answer, PlainText
 from serving.proto.v1 import serving_pb2 as pb
 from serving.request import RequestError
+
+if TYPE_CHECKING:
+    from serving.async_engine import RequestDelta
 
 MAX_EXACT_INT = 2**53  # google.protobuf.Value has doubles alone
 
@@ -81,6 +86,58 @@ def _json(name: str, value: Struct | ListValue | Value) -> Any:
         if item.is_integer() and abs(item) <= MAX_EXACT_INT:
             return int(item)
     return item
+
+
+class ChunkMessages:
+    """`response_message` of the chunks of one answer. What chunks of mere text have in common is made once."""
+
+    def __init__(self, answer: Answer):
+        self._answer = answer
+        self._empty: pb.GenerateResponse | None = None  # a chunk but for its choice
+
+    def messages(self, batch: Sequence[RequestDelta]) -> Iterator[pb.GenerateResponse]:
+        """What steps added to completions; raises as `Answer.chunks` does.
+
+        Text that has come meanwhile for the same choice goes into one message: a message costs gRPC more than a token
+        costs the engine, so that a server that is late catches up.
+        """
+        text: PlainText | None = None  # not given out yet
+        for item in batch:
+            try:
+                news = self._answer.news(*item)
+            except Exception:
+                if text is not None:
+                    yield self._text_message(text)
+                raise
+            if not news:
+                continue
+            if text is not None and isinstance(news, PlainText) and news[:2] == text[:2]:
+                text = text._replace(text=text.text + news.text)
+                continue
+            if text is not None:
+                yield self._text_message(text)
+            text = None
+            if isinstance(news, PlainText):
+                text = news
+            else:
+                yield from map(response_message, news)
+        if text is not None:
+            yield self._text_message(text)
+
+    def _text_message(self, news: PlainText) -> pb.GenerateResponse:
+        if self._empty is None:
+            self._empty = response_message(self._answer.text_chunk(news))
+            del self._empty.choices[:]
+        message = pb.GenerateResponse()
+        message.CopyFrom(self._empty)
+        if news.kind == "text":
+            message.choices.add(index=news.choice, text=news.text)
+        else:
+            message.choices.add(index=news.choice, message=pb.ChatMessage(**text_part(news.kind, news.text)))
+        return message
+
+    def last_messages(self) -> list[pb.GenerateResponse]:
+        return [response_message(chunk) for chunk in self._answer.last_chunks()]
 
 
 def response_message(answer: Mapping[str, Any]) -> pb.GenerateResponse:

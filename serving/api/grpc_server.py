@@ -21,7 +21,7 @@ from serving.api.fields import Text
 from serving.api.grpc_calls import Call, Method, metadata_values, service_handler
 from serving.api.grpc_errors import status_of
 from serving.api.grpc_jobs import GrpcJobs
-from serving.api.grpc_messages import request_body, response_message
+from serving.api.grpc_messages import ChunkMessages, request_body, response_message
 from serving.api.schema import ChatCall, CompletionCall
 from serving.api.service import Service
 from serving.jobs.jobs import Jobs
@@ -126,9 +126,13 @@ class ServingMethods:
         if parsed.stream is None:
             await send(response_message(await generation.whole()))
             return
-        async with contextlib.aclosing(generation.chunks()) as chunks:
-            async for chunk in chunks:
-                await send(response_message(chunk))
+        chunks = ChunkMessages(generation.answer)
+        async with contextlib.aclosing(generation.batches()) as batches:
+            async for batch in batches:
+                for message in chunks.messages(batch):
+                    await send(message)
+        for message in chunks.last_messages():
+            await send(message)
 
     async def _answer(
         self,

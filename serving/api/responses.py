@@ -6,9 +6,9 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from serving.api.chat_text import ChatText, OutputFormats, prompt_end
+from serving.api.chat_text import ChatText, OutputFormats, prompt_end, text_part
 from serving.api.errors import GenerationError, GivenUpError, QueueTimeoutError
 from serving.api.schema import ChatCall, CompletionCall, GenerationCall
 from serving.api.token_text import TokenText, prompt_text, prompt_token_texts, shown_token, token_bytes
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from serving.engine import CheckedRequest, OutputDelta
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
+
+
+class PlainText(NamedTuple):
+    """What a chunk says that has but text: `kind` is text (of a completion), content or reasoning (of a chat)."""
+
+    choice: int  # its index
+    kind: str
+    text: str
 
 
 class Answer(ABC):
@@ -61,6 +69,16 @@ class Answer(ABC):
 
     def chunks(self, prompt_index: int, delta: OutputDelta, output: RequestOutput | None) -> list[dict[str, Any]]:
         """Chunks for what a step added to one completion; `output` comes with the last delta of a prompt."""
+        news = self.news(prompt_index, delta, output)
+        return [self.text_chunk(news)] if isinstance(news, PlainText) else news
+
+    def news(
+        self, prompt_index: int, delta: OutputDelta, output: RequestOutput | None
+    ) -> PlainText | list[dict[str, Any]]:
+        """As `chunks`, but only the text of a chunk that has nothing else to say: `text_chunk` makes it.
+
+        Nearly all chunks are such, and differ in nothing else: a door need not make them anew each time.
+        """
         if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT, FinishReason.TIMEOUT):
             check_end(delta.finish_reason, output.outputs[delta.index].error if output is not None else None)
         self._num_output_tokens += len(delta.new_token_ids)
@@ -70,18 +88,26 @@ class Answer(ABC):
         is_first = not self._is_started[index]
         self._is_started[index] = True
         choices = self._chunk_choices(index, prompt_index, delta, is_first)
+        assert self._stream is not None
+        if isinstance(choices, PlainText):
+            if not self._return_token_ids and not self._stream.continuous_usage_stats:
+                return choices
+            choices = [self._text_choice(choices)]
         if choices:
             choices[0] |= self._token_ids(prompt_index, delta.new_token_ids, with_prompt=is_first)
+        return [self._chunk(choice) for choice in choices]
+
+    def text_chunk(self, news: PlainText) -> dict[str, Any]:
+        return self._chunk(self._text_choice(news))
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         assert self._stream is not None
-        chunks = []
-        for choice in choices:
-            chunk = {**self._head(self.chunk_kind), "choices": [choice]}
-            if self._stream.continuous_usage_stats:
-                chunk["usage"] = self.usage()
-            elif self._stream.include_usage:
-                chunk["usage"] = None
-            chunks.append(chunk)
-        return chunks
+        chunk = {**self._head(self.chunk_kind), "choices": [choice]}
+        if self._stream.continuous_usage_stats:
+            chunk["usage"] = self.usage()
+        elif self._stream.include_usage:
+            chunk["usage"] = None
+        return chunk
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """What follows the last choice of a stream."""
@@ -108,8 +134,14 @@ class Answer(ABC):
         """A choice of the whole answer."""
 
     @abstractmethod
-    def _chunk_choices(self, index: int, prompt_index: int, delta: OutputDelta, is_first: bool) -> list[dict[str, Any]]:
-        """Choices of one chunk each; none where nothing of the delta may be shown yet."""
+    def _chunk_choices(
+        self, index: int, prompt_index: int, delta: OutputDelta, is_first: bool
+    ) -> PlainText | list[dict[str, Any]]:
+        """Choices of one chunk each, none where nothing of the delta may be shown yet; or what is one `_text_choice`."""
+
+    @abstractmethod
+    def _text_choice(self, news: PlainText) -> dict[str, Any]:
+        """The choice of a chunk that gives some text and says nothing else."""
 
     def _index(self, prompt_index: int, child_index: int) -> int:
         return prompt_index * self._params.n + child_index
@@ -186,7 +218,9 @@ class CompletionAnswer(Answer):
             choice["prompt_logprobs"] = self._prompt_logprobs(output, self._params.prompt_logprobs or 0)
         return choice
 
-    def _chunk_choices(self, index: int, prompt_index: int, delta: OutputDelta, is_first: bool) -> list[dict[str, Any]]:
+    def _chunk_choices(
+        self, index: int, prompt_index: int, delta: OutputDelta, is_first: bool
+    ) -> PlainText | list[dict[str, Any]]:
         text = delta.new_text
         if is_first and self._echo:  # never with log-probs in a stream
             checked = self._checked[prompt_index]
@@ -205,8 +239,13 @@ class CompletionAnswer(Answer):
             entries.add([decoder.add(token_id) for token_id in delta.new_token_ids], delta.new_logprobs or ())
             self._text_offsets[index] = entries.end
             logprobs = entries.as_json()
+        if logprobs is None and delta.finish_reason is None:
+            return PlainText(index, "text", text)
         finish_reason = None if delta.finish_reason is None else str(delta.finish_reason)
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}]
+
+    def _text_choice(self, news: PlainText) -> dict[str, Any]:
+        return {"index": news.choice, "text": news.text, "logprobs": None, "finish_reason": None}
 
     def _prompt_text(self, text: str | None, token_ids: Sequence[int]) -> str:
         if text is not None:
@@ -253,7 +292,9 @@ class ChatAnswer(Answer):
             "stop_reason": completion.stop_reason,
         }
 
-    def _chunk_choices(self, index: int, prompt_index: int, delta: OutputDelta, is_first: bool) -> list[dict[str, Any]]:
+    def _chunk_choices(
+        self, index: int, prompt_index: int, delta: OutputDelta, is_first: bool
+    ) -> PlainText | list[dict[str, Any]]:
         if is_first:
             self._texts[index] = self._new_text()
         text = self._texts[index]
@@ -264,6 +305,10 @@ class ChatAnswer(Answer):
         has_tokens = bool(delta.new_token_ids) and (self._return_token_ids or self._params.logprobs is not None)
         if not parts and (has_tokens or delta.finish_reason is not None):
             parts = [{}]
+        if len(parts) == 1 and not is_first and delta.finish_reason is None and delta.new_logprobs is None:
+            for kind in ("content", "reasoning"):
+                if kind in parts[0]:
+                    return PlainText(index, kind, parts[0][kind])
         choices: list[dict[str, Any]] = [
             {"index": index, "delta": dict(part), "logprobs": None, "finish_reason": None} for part in parts
         ]
@@ -272,6 +317,10 @@ class ChatAnswer(Answer):
         if delta.finish_reason is not None:
             choices[-1]["finish_reason"] = text.finish_reason(str(delta.finish_reason))
         return choices
+
+    def _text_choice(self, news: PlainText) -> dict[str, Any]:
+        delta = text_part(news.kind, news.text)
+        return {"index": news.choice, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
         if entries is None:

@@ -19,6 +19,7 @@ from serving.api.chat_text import OutputFormats, check_formats, prompt_end
 from serving.api.constrained_chat import chat_constraint
 from serving.api.errors import GivenUpError, NotFoundError, OverloadedError, UnavailableError, UnknownModelError
 from serving.api.keys import ApiKeys
+from serving.api.loop_delay import LoopDelay
 from serving.api.output_constraint import constrained, error_of_request
 from serving.api.responses import Answer, ChatAnswer, CompletionAnswer
 from serving.api.schema import (
@@ -42,11 +43,12 @@ from serving.text.generation_config import default_fields
 from serving.validation import check_text_length
 
 if TYPE_CHECKING:  # JAX takes seconds to import, and a server is to say at once that it is alive
-    from serving.async_engine import AsyncEngine
-    from serving.engine import CheckedRequest, OutputDelta
+    from serving.async_engine import AsyncEngine, RequestDelta
+    from serving.engine import CheckedRequest
     from serving.metrics import EngineMetrics
     from serving.operations.operations import Operations
 
+SMALL_PROMPTS = 1024  # characters and tokens of a call, encoded in the event loop; more in a thread, which costs a hop
 NUM_GRAMMAR_THREADS = 4  # that wait for a grammar to be compiled
 NUM_TEXT_THREADS = 4  # that decode, check and encode
 NUM_TEMPLATE_THREADS = 4  # that wait for a chat template: a slow one holds up no request without
@@ -67,6 +69,7 @@ class Service:
         self.created_s = int(time.time())
         self.keys = ApiKeys(config.api_keys, config.api_key_tenants)
         self.num_in_flight = 0
+        self._loop_delay = LoopDelay(lambda: self.num_in_flight > 0)
         self._engine: AsyncEngine | None = None
         self._operations: Operations | None = None
         self._rate_limits: RateLimits | None = None  # known with the engine
@@ -199,6 +202,12 @@ class Service:
                 f"{self.num_in_flight} requests are in flight and {num_waiting} completions wait; no more are accepted",
                 retry_after_s=config.retry_after_s,
             )
+        delay_s = self._loop_delay.measure()
+        if delay_s > config.max_loop_delay_s:
+            raise OverloadedError(
+                f"the server is {delay_s * 1e3:.0f} ms late with what it has; no more is accepted",
+                retry_after_s=config.retry_after_s,
+            )
         self.num_in_flight += 1
         self._idle.clear()
         try:
@@ -247,8 +256,11 @@ class Service:
         self._check_wait(engine, context.priority, 1)  # where no prompt would do, none need be encoded
         loop = asyncio.get_running_loop()
         if isinstance(call, CompletionCall):
-            pool = self._text_pool if call.constraint is None else self._grammar_pool
-            checked = await loop.run_in_executor(pool, self._check_prompts, engine, call)
+            if call.constraint is None and sum(map(len, call.prompts)) <= SMALL_PROMPTS:
+                checked = self._check_prompts(engine, call)
+            else:
+                pool = self._text_pool if call.constraint is None else self._grammar_pool
+                checked = await loop.run_in_executor(pool, self._check_prompts, engine, call)
         else:
             self._formats.check(call)
             if self._formats.needs_special_tokens(call):
@@ -447,36 +459,43 @@ class Generation:
     def num_prompt_tokens(self) -> int:
         return sum(len(request.token_ids) for request in self.checked)
 
-    def _count_output(self, delta: OutputDelta) -> None:
+    def _count_output(self, batch: list[RequestDelta]) -> None:
         if self._rate_limits is not None and self._context is not None:
-            now_s = self._engine.engine.now()
-            self._rate_limits.take_output(self._context.tenant, len(delta.new_token_ids), now_s)
+            num_tokens = sum(len(delta.new_token_ids) for _, delta, _ in batch)
+            self._rate_limits.take_output(self._context.tenant, num_tokens, self._engine.engine.now())
 
     def _learn_wait(self, started_s: float) -> None:
         engine = self._engine.engine
         if engine.admission is not None and self.decision is not None and self._context is not None:
             engine.admission.learn(self._context.priority, self.decision.wait_s, engine.now() - started_s)
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, OutputDelta, RequestOutput | None], None]:
-        """(index of the prompt, delta, the prompt's whole output beside its last delta)."""
+    async def batches(self) -> AsyncGenerator[list[RequestDelta], None]:
+        """Lists of (index of the prompt, delta, the prompt's whole output beside its last delta): all at hand."""
         from serving.async_engine import EngineDeadError
 
         # The answer's name is the engine's name for the request, so that logs and traces have it.
         ids = [self.answer.id]
         if len(self.checked) > 1:
             ids = [f"{self.answer.id}-{index}" for index in range(len(self.checked))]
-        requests = self._engine.generate_checked(self.checked, ids, context=self._context)
+        requests = self._engine.generate_in_batches(self.checked, ids, context=self._context)
         started_s, is_first = self._engine.engine.now(), True
         try:
-            async with contextlib.aclosing(requests) as items:
-                async for item in items:
+            async with contextlib.aclosing(requests) as batches:
+                async for batch in batches:
                     if is_first:
                         is_first = False
                         self._learn_wait(started_s)
-                    self._count_output(item[1])
-                    yield item
+                    self._count_output(batch)
+                    yield batch
         except EngineDeadError as error:
             raise GivenUpError("the engine is dead") from error
+
+    async def deltas(self) -> AsyncGenerator[RequestDelta, None]:
+        """What `batches` gives, one by one."""
+        async with contextlib.aclosing(self.batches()) as batches:
+            async for batch in batches:
+                for item in batch:
+                    yield item
 
     async def whole(self, on_first_token: Callable[[], None] = lambda: None) -> dict[str, Any]:
         outputs: dict[int, RequestOutput] = {}
@@ -489,14 +508,6 @@ class Generation:
                 if output is not None:
                     outputs[prompt_index] = output
         return self.answer.whole([outputs[index] for index in range(len(self.checked))])
-
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        async with contextlib.aclosing(self.deltas()) as items:
-            async for item in items:
-                for chunk in self.answer.chunks(*item):
-                    yield chunk
-        for chunk in self.answer.last_chunks():
-            yield chunk
 
 
 def _with_effort(args: TemplateArgs, effort: str, template: str | None) -> TemplateArgs:

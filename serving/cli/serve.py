@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib.util
 import ipaddress
 import os
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
     type Built = tuple[AsyncEngine, Operations]
 
+# Threads that want the interpreter get it after so long. Python's own 5 ms are half a decode step, and the event loop and
+# the engine's thread would each wait that long for the other many times a request.
+SWITCH_INTERVAL_S = 0.0005
 PACKAGES = ("starlette", "uvicorn", "uvloop", "python_multipart", "prometheus_client", "llguidance")
 GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "grpc_status")
 OTEL_PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
@@ -73,6 +77,7 @@ def run_serve(args: argparse.Namespace, configs: Configs) -> int:
     else:
         use_text_logs()
 
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     service = Service(configs.server, source)
     _warn_of_open_doors(configs.server)
     doors: list[Door] = []
@@ -155,6 +160,8 @@ async def _serve(service: Service, doors: Sequence[Door], build: Callable[[], Bu
             _check_doors(serving)
             _end_process()  # a thread that loads or compiles cannot be stopped
         engine, operations = building.result()
+        gc.collect()
+        gc.freeze()  # what is here now stays: a full collection would look through all of it, and hold up every thread
         service.attach(engine, operations)
         addresses = ", ".join(door.address for door in doors)
         print(
