@@ -96,7 +96,7 @@ class SchedulerStats:
     num_deadline_drops: int = 0  # requests that had no slot by their deadline
     num_rope_restarts: int = 0  # sequences that outgrew their rope regime
     num_prefix_query_tokens: int = 0  # of admitted requests that may read the prefix cache
-    num_prefix_hit_tokens: int = 0
+    num_prefix_hit_tokens: int = 0  # of these, found there or taken over from another completion of the request
     num_prefix_waits: int = 0  # times that a request waited for a prefix that another one was computing
     num_forks: int = 0  # admissions that took over pages of a sequence with the same first tokens
 
@@ -717,10 +717,10 @@ class Scheduler:
             if self._awaits_sibling(entry.item):
                 self._waiting.park(entry)
                 continue
-            if not self._had_better_wait(entry.item):
-                return entry
             if self._num_new_prefix_waits == MAX_NEW_PREFIX_WAITS:
                 return None
+            if not self._had_better_wait(entry.item):
+                return entry
             self._num_new_prefix_waits += 1
             self._waiting.park(entry)  # those behind it may go on
         return None
@@ -811,11 +811,11 @@ class Scheduler:
         sequence.num_confirmed_tokens = num_hit_tokens if source is None else source.num_confirmed_tokens
         if copy is not None:
             self._swap_in(sequence, copy)
-        elif source is not None:
-            self._take_over(sequence, source)
         elif self._may_read_cache(request) and request.fork_of is None:
             self.stats.num_prefix_query_tokens += request.num_tokens
             self.stats.num_prefix_hit_tokens += num_hit_tokens
+        if source is not None:
+            self._take_over(sequence, source)
         return SlotReset(
             slot=sequence.slot,
             request=request,

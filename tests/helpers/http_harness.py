@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import contextlib
 import random
 import socket
@@ -101,7 +102,7 @@ class Servers:
     def start_service(
         self, config: ServerConfig, engine: AsyncEngine | None, operations: Operations | None = None
     ) -> tuple[str, Service]:
-        service = Service(config, "tiny")
+        service = Service(dataclasses.replace(config, max_loop_delay_s=60.0), "tiny")  # a machine of tests may be slow
         if engine is not None:
             service.attach(engine, operations)
         return self.start(build_app(service, version="0"), config), service
