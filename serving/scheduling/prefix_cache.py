@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 Hash = Callable[[bytes], bytes]
+EvictionItem = tuple[float, int, int]  # value, order of addition, page id: the smallest goes first
 
 
 def sha256_digest(data: bytes) -> bytes:
@@ -32,7 +33,9 @@ class CachedPage:
     index: int  # in its sequence
     owner: str  # the tenant that published it
     num_hits: int = 0
-    num_idle_children: int = 0  # pages after it that nobody holds; kept by the eviction order
+    # Kept by the eviction order:
+    num_idle_children: int = 0  # pages after it that nobody holds
+    eviction_item: EvictionItem | None = None  # its place, while nobody holds it
     is_live: bool = True  # False once removed from the cache
 
 
