@@ -8,10 +8,10 @@ collision, by chance or made, costs a miss and never hands over foreign K/V.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import xxhash
 
 Hash = Callable[[bytes], bytes]
@@ -96,7 +96,7 @@ class PrefixCache:
     def extend(self, chain: PageChain, token_ids: Sequence[int]) -> None:
         """Append full pages of tokens to the chain: `token_ids` follow those it holds, a multiple of page_size."""
         assert len(token_ids) % self.page_size == 0, len(token_ids)
-        data = np.asarray(token_ids, np.int32).tobytes()
+        data = struct.pack(f"{len(token_ids)}i", *token_ids)  # several times faster than by way of an array
         parent_hash = chain.page_hashes[-1] if chain.page_hashes else self.hash_fn(chain.salt)
         page_bytes = 4 * self.page_size
         for start in range(0, len(data), page_bytes):

@@ -22,6 +22,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,8 +71,7 @@ def stop_after(request: Request) -> tuple[FinishReason, int | None] | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepEvent:
+class StepEvent(NamedTuple):
     """What one step brought one request. `new_token_ids[k]` was sampled by decode step k of `slot`."""
 
     request: Request
@@ -113,6 +113,7 @@ class _Sequence:
     max_pages: int  # that it can ever fill
     num_future_tokens: int
     max_total_tokens: int  # the request's
+    stop_token_ids: frozenset[int]  # the request's
     needs_last_token: bool  # the request's
     entry: Entry[_Sequence] = field(init=False)
     slot: int | None = None
@@ -191,6 +192,7 @@ class Scheduler:
         self._pending_prefixes = PendingPrefixes()
         self.host_pool = HostPool(config.swap, self.prefix_cache)
         self._sequences: dict[str, dict[int, _Sequence]] = {}  # request id -> child index -> unfinished sequence
+        self._sequence_of: dict[int, _Sequence] = {}  # the same by id() of the request, which the sequence keeps alive
         self._waiting: WaitingQueue[_Sequence] = WaitingQueue(config.policy)
         self._running: list[_Sequence] = []  # by class, then in order of arrival
         self._num_running_of_class = [0] * len(config.policy.class_names)
@@ -201,6 +203,7 @@ class Scheduler:
         self._max_num_seqs = config.max_num_seqs  # of the last schedule(): those that may run, by its limits
         self._limits: StepLimits | None = None
         self._preemptions: list[Preemption] = []  # for the next schedule
+        self._served: dict[tuple[int, str], int] = {}  # in this update(): output tokens by class and tenant
         self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest first
         self._deactivate: set[int] = set()  # for the next schedule
         self._zero_pages: dict[int, None] = {}  # for the next schedule
@@ -295,6 +298,7 @@ class Scheduler:
             max_pages=num_pages,
             num_future_tokens=request.num_tokens,
             max_total_tokens=request.max_total_tokens,
+            stop_token_ids=frozenset(request.stop_token_ids),
             needs_last_token=request.needs_last_token,
         )
         context = request.context
@@ -307,6 +311,7 @@ class Scheduler:
         )
         self._num_added += 1
         children[request.child_index] = sequence
+        self._sequence_of[id(request)] = sequence
         self._waiting.push(sequence.entry, num_tokens=request.num_tokens, now_s=request.arrival_time_s)
 
     def abort(self, request_id: str) -> list[Request]:
@@ -410,18 +415,23 @@ class Scheduler:
                 self._mark_to_zero(self.page_allocator.writable_quarantined_pages)
         self.page_allocator.step_completed(schedule.step_id)
         events = []
+        find = self._sequence_of.get
         for chunk in schedule.prefill:
             sequence = self._find(chunk.request)
             if sequence is not None:
                 event = self._take_chunk(sequence, chunk, columns[chunk.slot][0])
                 if event is not None:
                     events.append(event)
-        for slot, request in schedule.decode:
-            sequence = self._find(request)
+        for slot, request in schedule.decode:  # once a step for each: kept short, as is what it calls
+            sequence = find(id(request))
             if sequence is not None:
                 # The tokens of all earlier steps are in by now: the device stopped no later than this bound.
-                num_steps = min(schedule.num_decode_steps, request.max_total_tokens - request.num_tokens)
-                events.append(self._take_tokens(sequence, slot, columns[slot][:num_steps]))
+                num_left = sequence.max_total_tokens - len(request.prompt_token_ids) - len(request.output_token_ids)
+                events.append(self._take_tokens(sequence, slot, columns[slot][:num_left]))
+        for (class_index, tenant), num_tokens in self._served.items():
+            self.stats.num_output_tokens += num_tokens
+            self._waiting.charge(class_index, tenant, num_tokens)
+        self._served.clear()
         return events
 
     # schedule(): its limits
@@ -638,7 +648,9 @@ class Scheduler:
     def _move_down(self) -> list[SlotMove]:
         """Move sequences out of the slots that only a larger decode program than all of them need reaches."""
         size = self.config.decode_size(len(self._running), 0)
-        moves = []
+        moves: list[SlotMove] = []
+        if size == self.config.max_num_seqs:
+            return moves
         for sequence in self._running:
             assert sequence.slot is not None
             if sequence.slot >= size:
@@ -1090,23 +1102,29 @@ class Scheduler:
 
     def _take_tokens(self, sequence: _Sequence, slot: int, token_ids: list[int]) -> StepEvent:
         """Append what one slot sampled in one step, up to where it stops."""
-        request, output = sequence.request, sequence.request.output_token_ids
+        request = sequence.request
+        output, num_prompt_tokens = request.output_token_ids, len(request.prompt_token_ids)
         num_old_tokens = len(output)
-        stop = None
-        error_token_id = None
-        for token_id in token_ids:
-            if token_id < 0:
-                error_token_id = token_id
-                break
-            output.append(token_id)
-            stop = stop_after(request)
-            if stop is not None:
-                break
-        new_token_ids = tuple(output[num_old_tokens:])
-        if new_token_ids:
-            sequence.num_confirmed_tokens = request.num_tokens - 1  # to sample the last, all before it were computed
-        self.stats.num_output_tokens += len(new_token_ids)
-        self._waiting.charge(sequence.entry, len(new_token_ids))
+        stop = error_token_id = None
+        if min(token_ids) >= 0 and sequence.stop_token_ids.isdisjoint(token_ids):
+            output += token_ids
+            new_token_ids = tuple(token_ids)
+            if num_prompt_tokens + len(output) >= sequence.max_total_tokens:
+                stop = stop_after(request)
+        else:
+            for token_id in token_ids:
+                if token_id < 0:
+                    error_token_id = token_id
+                    break
+                output.append(token_id)
+                stop = stop_after(request)
+                if stop is not None:
+                    break
+            new_token_ids = tuple(output[num_old_tokens:])
+        if new_token_ids:  # to sample the last, all before it were computed
+            sequence.num_confirmed_tokens = num_prompt_tokens + len(output) - 1
+            served = sequence.entry.class_index, sequence.entry.tenant
+            self._served[served] = self._served.get(served, 0) + len(new_token_ids)
         if error_token_id == NOT_FINITE:
             self._finish_poisoned(sequence)
         else:
@@ -1116,19 +1134,22 @@ class Scheduler:
                 self._finish(sequence, FinishReason.ERROR, error=error)
             elif stop is not None:
                 self._finish(sequence, *stop, is_stopped=True)
-        return StepEvent(request=request, slot=slot, new_token_ids=new_token_ids, finished=request.is_finished)
+        finished = stop is not None or error_token_id is not None
+        return StepEvent(request=request, slot=slot, new_token_ids=new_token_ids, finished=finished)
 
     def _publish(self, sequence: _Sequence) -> None:
         """Offer to the prefix cache the full pages whose tokens are known and whose K/V is confirmed."""
-        if self.prefix_cache is not None and sequence.chain is not None:
-            num_full_pages = sequence.num_confirmed_tokens // self.config.page_size
-            if num_full_pages > sequence.chain.num_published:
-                self._extend_chain(self.prefix_cache, sequence, sequence.chain, num_full_pages)
-                new_pages = self.prefix_cache.publish(sequence.chain, sequence.page_ids, num_full_pages)
-                self._pending_prefixes.published(sequence.order, num_full_pages)
-                if self.pinned_prefixes:
-                    for page in new_pages:
-                        self.pinned_prefixes.hold(page)
+        chain, page_size = sequence.chain, self.config.page_size
+        if chain is None or sequence.num_confirmed_tokens < (chain.num_published + 1) * page_size:
+            return
+        assert self.prefix_cache is not None
+        num_full_pages = sequence.num_confirmed_tokens // page_size
+        self._extend_chain(self.prefix_cache, sequence, chain, num_full_pages)
+        new_pages = self.prefix_cache.publish(chain, sequence.page_ids, num_full_pages)
+        self._pending_prefixes.published(sequence.order, num_full_pages)
+        if self.pinned_prefixes:
+            for page in new_pages:
+                self.pinned_prefixes.hold(page)
 
     # Ends of running
 
@@ -1184,7 +1205,7 @@ class Scheduler:
         request.stop_reason = stop_reason
         request.error = error
         children = self._sequences[request.request_id]
-        del children[request.child_index]
+        del children[request.child_index], self._sequence_of[id(request)]
         if not children:
             del self._sequences[request.request_id]
 
@@ -1287,8 +1308,7 @@ class Scheduler:
 
     def _find(self, request: Request) -> _Sequence | None:
         """The sequence of an unfinished request; None once it is finished, even if its id is in use again."""
-        sequence = self._sequences.get(request.request_id, {}).get(request.child_index)
-        return sequence if sequence is not None and sequence.request is request else None
+        return self._sequence_of.get(id(request))
 
     def _unfinished(self) -> Iterator[_Sequence]:
         for children in self._sequences.values():
@@ -1320,6 +1340,7 @@ class Scheduler:
             sum(s.entry.class_index == index for s in self._running) for index in range(len(config.policy.class_names))
         ]
         assert {id(s) for s in self._unfinished()} == {id(s) for s in (*waiting, *self._running)}
+        assert {id(s.request): s for s in self._unfinished()} == self._sequence_of
         held: Counter[str] = Counter()
         for sequence in self._running:
             assert sequence.num_page_tokens == len(sequence.page_ids) * config.page_size
