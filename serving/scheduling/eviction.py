@@ -62,6 +62,11 @@ class _Tenant:
     offered: EvictionItem | None = None  # its item among those that anybody may take
 
 
+def _item(page: CachedPage) -> EvictionItem:
+    assert page.eviction_item is not None, page.page_id
+    return page.eviction_item
+
+
 class EvictionOrder:
     """The cached pages that nobody holds. Iterates over their ids.
 
@@ -101,11 +106,10 @@ class EvictionOrder:
         """Nobody holds these pages any more; of a sequence, the last comes first."""
         costs, owners = self._costs, set()
         for page in pages:
-            assert page.eviction_item is None, page.page_id
-            uses = 1 + page.num_hits
-            if isinstance(page.parent, CachedPage):
-                page.parent.num_idle_children += 1
-                if not page.parent.is_live:
+            parent, uses = page.parent, 1 + page.num_hits
+            if isinstance(parent, CachedPage):
+                parent.num_idle_children += 1
+                if not parent.is_live:
                     uses = 0  # it cannot be found any more
             while page.index >= len(costs):
                 costs.append(self.cost.of_page(len(costs), self.page_size))
@@ -138,18 +142,20 @@ class EvictionOrder:
             item, cause = self._first(tenant)
             self._clock = max(self._clock, item[0])
             page = self._pages[item[2]]
-            while True:
-                leaf = self._drop(page)
+            owner, leaf = page.owner, None
+            max_run = num_pages - len(page_ids)
+            if cause is not EvictionCause.OWN:
+                max_run = min(max_run, max(self._tenants[owner].num_pages - self.floor_pages, 1))
+            for length in range(1, max_run + 1):
                 page_ids.append(page.page_id)
-                self.num_by_cause[cause] += 1
-                if leaf is None:
-                    break
-                may_go = cause is EvictionCause.OWN or self._is_above_floor(leaf.owner)
-                if not may_go or leaf.owner != page.owner or len(page_ids) == num_pages or not _is_before(leaf, item):
-                    self._push_leaf(leaf)
+                leaf = self._drop(page)
+                if leaf is None or leaf.owner != owner or _item(leaf) > item:
                     break
                 page = leaf  # worth less than what was the least of all, so now the least itself
-            self._offer(page.owner)
+            self.num_by_cause[cause] += length
+            if leaf is not None:
+                self._push_leaf(leaf)
+            self._offer(owner)
         return page_ids
 
     def clear(self) -> list[int]:
@@ -176,8 +182,7 @@ class EvictionOrder:
         return None
 
     def _push_leaf(self, page: CachedPage) -> None:
-        assert page.eviction_item is not None
-        heapq.heappush(self._tenants[page.owner].leaves, page.eviction_item)
+        heapq.heappush(self._tenants[page.owner].leaves, _item(page))
         self._offer(page.owner)
 
     def _first(self, tenant: str) -> tuple[EvictionItem, EvictionCause]:
@@ -259,7 +264,3 @@ class EvictionOrder:
                 # An offer may be stale, of a page that got a child or is held again, but never above the first leaf.
                 assert tenant.offered is not None and tenant.offered <= min(leaves), name
                 assert (tenant.offered, name) in self._offers, name
-
-
-def _is_before(page: CachedPage, item: EvictionItem) -> bool:
-    return page.eviction_item is not None and page.eviction_item < item

@@ -99,11 +99,10 @@ class PrefixCache:
         data = struct.pack(f"{len(token_ids)}i", *token_ids)  # several times faster than by way of an array
         parent_hash = chain.page_hashes[-1] if chain.page_hashes else self.hash_fn(chain.salt)
         page_bytes = 4 * self.page_size
-        for start in range(0, len(data), page_bytes):
-            tokens = data[start : start + page_bytes]
-            parent_hash = self.hash_fn(parent_hash + tokens)
-            chain.page_tokens.append(tokens)
-            chain.page_hashes.append(parent_hash)
+        page_tokens = [data[start : start + page_bytes] for start in range(0, len(data), page_bytes)]
+        hash_fn = self.hash_fn
+        chain.page_tokens += page_tokens
+        chain.page_hashes += [parent_hash := hash_fn(parent_hash + tokens) for tokens in page_tokens]
 
     def match_prefix(self, chain: PageChain, max_pages: int) -> list[CachedPage]:
         """The longest run of cached pages, at most `max_pages`, that hold the chain's first tokens."""
@@ -124,26 +123,23 @@ class PrefixCache:
         Where the cache has the same tokens already, its page stays and the chain goes on from there. A hash taken by
         other tokens, or a parent evicted meanwhile, ends the chain: pages after it could never be reached.
         """
-        new_pages = []
-        while chain.num_published < num_full_pages:
-            index = chain.num_published
-            chain.num_published += 1
-            parent = chain.tail
-            if parent is None or (isinstance(parent, CachedPage) and not parent.is_live):
-                chain.tail = None
-                continue
+        new_pages: list[CachedPage] = []
+        by_hash, owner, tail = self._by_hash, chain.owner, chain.tail
+        if isinstance(tail, CachedPage) and not tail.is_live:
+            tail = None
+        for index in range(chain.num_published, num_full_pages):
+            if tail is None:
+                break
             page_hash, tokens = chain.page_hashes[index], chain.page_tokens[index]
-            page = self._by_hash.get(page_hash)
+            page = by_hash.get(page_hash)
             if page is None:
-                page = CachedPage(page_ids[index], page_hash, tokens, parent, index, chain.owner)
-                self._by_hash[page_hash] = page
-                self._by_page[page.page_id] = page
-                chain.tail = page
+                page = CachedPage(page_ids[index], page_hash, tokens, tail, index, owner)
+                by_hash[page_hash] = self._by_page[page.page_id] = page
                 new_pages.append(page)
-            elif page.parent == parent and page.token_bytes == tokens:
-                chain.tail = page
+                tail = page
             else:
-                chain.tail = None
+                tail = page if page.parent == tail and page.token_bytes == tokens else None
+        chain.num_published, chain.tail = max(chain.num_published, num_full_pages), tail
         return new_pages
 
     def remove(self, page_id: int) -> None:

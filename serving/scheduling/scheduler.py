@@ -22,7 +22,6 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -71,7 +70,8 @@ def stop_after(request: Request) -> tuple[FinishReason, int | None] | None:
     return None
 
 
-class StepEvent(NamedTuple):
+@dataclass(slots=True)  # not frozen, which would take four times as long: there are hundreds a step
+class StepEvent:
     """What one step brought one request. `new_token_ids[k]` was sampled by decode step k of `slot`."""
 
     request: Request
@@ -1135,7 +1135,7 @@ class Scheduler:
             elif stop is not None:
                 self._finish(sequence, *stop, is_stopped=True)
         finished = stop is not None or error_token_id is not None
-        return StepEvent(request=request, slot=slot, new_token_ids=new_token_ids, finished=finished)
+        return StepEvent(request, slot, new_token_ids, finished)
 
     def _publish(self, sequence: _Sequence) -> None:
         """Offer to the prefix cache the full pages whose tokens are known and whose K/V is confirmed."""
