@@ -110,7 +110,9 @@ def measure(num_steps: int, policy: SchedulingConfig, num_decode_steps: int) -> 
     number, now_s = 0, 0.0
     while not is_full or len(timer.seconds["step"]) < num_steps:
         while scheduler.num_waiting < NUM_WAITING:
-            scheduler.add(make_request(rng, number, now_s))
+            request = make_request(rng, number, now_s)
+            request.prompt_chain = scheduler.hash_prompt(request)  # as the engine's doors do, beside its loop
+            scheduler.add(request)
             number += 1
         if controller is not None:
             limits = timer("limits", controller.limits, now_s)

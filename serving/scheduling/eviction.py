@@ -55,6 +55,7 @@ class RecomputeCost:
 
 DENSE_8B = RecomputeCost()
 
+
 @dataclass(eq=False, slots=True)
 class _Tenant:
     num_pages: int = 0
@@ -143,18 +144,24 @@ class EvictionOrder:
             self._clock = max(self._clock, item[0])
             page = self._pages[item[2]]
             owner, leaf = page.owner, None
-            max_run = num_pages - len(page_ids)
+            leaves = self._tenants[owner].leaves  # of which `item` is the first
+            num_before = len(page_ids)
+            max_run = num_pages - num_before
             if cause is not EvictionCause.OWN:
                 max_run = min(max_run, max(self._tenants[owner].num_pages - self.floor_pages, 1))
-            for length in range(1, max_run + 1):
+            for _ in range(max_run):
                 page_ids.append(page.page_id)
                 leaf = self._drop(page)
                 if leaf is None or leaf.owner != owner or _item(leaf) > item:
                     break
                 page = leaf  # worth less than what was the least of all, so now the least itself
-            self.num_by_cause[cause] += length
-            if leaf is not None:
-                self._push_leaf(leaf)
+            self.num_by_cause[cause] += len(page_ids) - num_before
+            if leaf is not None and leaf.owner == owner:
+                heapq.heapreplace(leaves, _item(leaf))
+            else:
+                heapq.heappop(leaves)
+                if leaf is not None:
+                    self._push_leaf(leaf)
             self._offer(owner)
         return page_ids
 
@@ -222,7 +229,10 @@ class EvictionOrder:
         tenant = self._tenants[owner]
         item = self._first_leaf(tenant)
         if item is not None and item is not tenant.offered:
-            heapq.heappush(self._offers, (item, owner))
+            if self._offers and self._offers[0][1] == owner:  # this one takes its place
+                heapq.heapreplace(self._offers, (item, owner))
+            else:
+                heapq.heappush(self._offers, (item, owner))
             tenant.offered = item
 
     def _first_offer(self) -> EvictionItem | None:

@@ -82,9 +82,15 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._by_page)
 
-    def new_chain(self, salt: bytes, owner: str = "") -> PageChain:
-        """An empty chain of a tenant's sequence. Chains of different salts never share a page."""
-        return PageChain(salt=salt, owner=owner, tail=salt)
+    def new_chain(self, salt: bytes, owner: str = "", prompt: PageChain | None = None) -> PageChain:
+        """A chain of a tenant's sequence, nothing of it published. Chains of different salts never share a page.
+
+        It begins with the pages of `prompt`, which is left as it is, where that has the same salt.
+        """
+        chain = PageChain(salt=salt, owner=owner, tail=salt)
+        if prompt is not None and prompt.salt == salt:
+            chain.page_hashes, chain.page_tokens = prompt.page_hashes.copy(), prompt.page_tokens.copy()
+        return chain
 
     def page(self, page_id: int) -> CachedPage:
         return self._by_page[page_id]

@@ -266,6 +266,17 @@ class Scheduler:
             )
         return num_pages
 
+    def hash_prompt(self, request: Request) -> PageChain | None:
+        """The full pages of a prompt with their hashes, for `Request.prompt_chain`, so that no step has to find them.
+        Any thread may call it. None without a prefix cache."""
+        return None if self.prefix_cache is None else self._prompt_chain(self.prefix_cache, request)
+
+    def _prompt_chain(self, cache: PrefixCache, request: Request) -> PageChain:
+        chain = cache.new_chain(self._salt(request), request.context.tenant)
+        num_tokens = request.num_prompt_tokens // self.config.page_size * self.config.page_size
+        cache.extend(chain, request.prompt_token_ids[:num_tokens])
+        return chain
+
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError where it could never run: no room, or an id in use."""
         assert request.status is RequestStatus.WAITING and request.num_computed_tokens == 0, request.request_id
@@ -665,7 +676,7 @@ class Scheduler:
         assert page_ids is not None and sequence.slot is not None
         sequence.page_ids += page_ids
         self._count_pages(sequence, len(page_ids))
-        return PageAppend(slot=sequence.slot, page_index=len(sequence.page_ids) - 1, page_id=page_ids[0])
+        return PageAppend(sequence.slot, len(sequence.page_ids) - 1, page_ids[0])
 
     # schedule(): prefill
 
@@ -722,7 +733,7 @@ class Scheduler:
         may_be_long = True
         if policy.long_prefill_tokens:
             if num_long is None:
-                num_long = sum(s.entry.is_long and not s.is_decoding for s in self._running)
+                num_long = sum(s.entry.is_long for s in [s for s in self._running if not s.is_decoding])
             may_be_long = num_long < policy.max_long_prefills
         is_over = self._is_over_budget if self._budgets.is_used else None
         while (entry := self._waiting.head(may_be_long=may_be_long, is_over=is_over)) is not None:
@@ -882,7 +893,7 @@ class Scheduler:
             return []
         salt = self._salt(request)
         if sequence.chain is None or sequence.chain.salt != salt:
-            sequence.chain = self.prefix_cache.new_chain(salt, request.context.tenant)
+            sequence.chain = self.prefix_cache.new_chain(salt, request.context.tenant, request.prompt_chain)
         if not self._may_read_cache(request):
             return []
         max_pages = (request.num_tokens - 1) // self.config.page_size  # the last token runs: its logits are needed
@@ -1033,6 +1044,7 @@ class Scheduler:
         step_id = self._next_step_id
         self._next_step_id += 1
         decode = []
+        num_slots = 0  # up to the last that is used
         for sequence in decoding:  # once a step for each: kept short
             slot, request, max_total_tokens = sequence.slot, sequence.request, sequence.max_total_tokens
             assert slot is not None
@@ -1044,9 +1056,11 @@ class Scheduler:
             sequence.num_future_tokens = num_future_tokens
             request.num_computed_tokens = num_future_tokens - 1
             decode.append((slot, request))
+            if slot >= num_slots:
+                num_slots = slot + 1
         self.stats.num_steps += 1
         swap_outs, swap_ins = self.host_pool.take_step()
-        bucket, num_decode_slots = self._program_size(decode, chunks, num_padded_tokens)
+        bucket, num_decode_slots = self._program_size(num_slots, chunks, num_padded_tokens)
         if decode:
             self.stats.num_decode_steps += num_decode_steps
         self.stats.num_decode_slot_steps += num_decode_slots * num_decode_steps
@@ -1074,16 +1088,16 @@ class Scheduler:
         self._in_flight.append(step_id)
         return schedule
 
-    def _program_size(
-        self, decode: list[tuple[int, Request]], chunks: list[PrefillChunk], num_padded_tokens: int
-    ) -> tuple[int, int]:
-        """(prefill bucket, slots that the decode rows run over) of the step's program; 0 for what it has not."""
+    def _program_size(self, num_slots: int, chunks: list[PrefillChunk], num_padded_tokens: int) -> tuple[int, int]:
+        """(prefill bucket, slots that the decode rows run over) of the step's program; 0 for what it has not.
+
+        num_slots: up to the last that decodes.
+        """
         config = self.config
         bucket = next(size for size in config.prefill_token_buckets if size >= num_padded_tokens) if chunks else 0
-        if not decode:
+        if not num_slots:
             return bucket, 0
-        slots = [slot for slot, _ in decode] + [chunk.slot for chunk in chunks]
-        return bucket, config.decode_size(max(slots) + 1, bucket)
+        return bucket, config.decode_size(max([num_slots, *(chunk.slot + 1 for chunk in chunks)]), bucket)
 
     # update()
 
@@ -1290,13 +1304,9 @@ class Scheduler:
         if self.prefix_cache is None or self.pinned_prefixes is None:
             raise RequestError("prompt", "cannot be pinned: enable_prefix_caching is off")
         page_size = self.config.page_size
-        num_full_pages = request.num_prompt_tokens // page_size
-        if num_full_pages == 0:
+        if request.num_prompt_tokens < page_size:
             raise RequestError("prompt", f"has {request.num_prompt_tokens} tokens; a page to pin takes {page_size}")
-        salt = self._salts.salt(request, self.config.rope.salt(request))
-        chain = self.prefix_cache.new_chain(salt, request.context.tenant)
-        self.prefix_cache.extend(chain, request.prompt_token_ids[: num_full_pages * page_size])
-        return self.pinned_prefixes, chain
+        return self.pinned_prefixes, self._prompt_chain(self.prefix_cache, request)
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix; returns how many pages were forgotten. What runs goes on, and pins stay."""
