@@ -111,7 +111,7 @@ def measure(num_steps: int, policy: SchedulingConfig, num_decode_steps: int) -> 
     while not is_full or len(timer.seconds["step"]) < num_steps:
         while scheduler.num_waiting < NUM_WAITING:
             request = make_request(rng, number, now_s)
-            request.prompt_chain = scheduler.hash_prompt(request)  # as the engine's doors do, beside its loop
+            request.hashed_prompt = scheduler.hash_prompt(request)  # as the engine's doors do, beside its loop
             scheduler.add(request)
             number += 1
         if controller is not None:

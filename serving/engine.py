@@ -48,7 +48,7 @@ from serving.scheduling.admission import AdmissionControl
 from serving.scheduling.config import RopeRegime, SchedulerConfig
 from serving.scheduling.eviction import RecomputeCost
 from serving.scheduling.online_step_time import OnlineStepTime
-from serving.scheduling.prefix_cache import PageChain
+from serving.scheduling.prefix_cache import HashedPrompt
 from serving.scheduling.schedule import Schedule
 from serving.scheduling.scheduler import NOT_FINITE, Scheduler, StepEvent
 from serving.scheduling.slo_controller import SloController
@@ -102,7 +102,7 @@ class CheckedRequest:
     stop_token_ids: tuple[int, ...]
     grammar: Grammar | None
     cache_salt: bytes = b""
-    prompt_chain: PageChain | None = None  # as `Request` has it
+    hashed_prompt: HashedPrompt | None = None  # as `Request` has it
 
 
 @dataclass
@@ -331,10 +331,10 @@ class Engine:
             stop_token_ids=stop_token_ids,
             grammar=self._compile_grammar(params, stop_token_ids),
             cache_salt=cache_salt,
-            prompt_chain=self._prompt_chain(token_ids, cache_salt),
+            hashed_prompt=self._hash_prompt(token_ids, cache_salt),
         )
 
-    def _prompt_chain(self, token_ids: tuple[int, ...], cache_salt: bytes) -> PageChain | None:
+    def _hash_prompt(self, token_ids: tuple[int, ...], cache_salt: bytes) -> HashedPrompt | None:
         if self.scheduler.config.prefix_cache_scope == "tenant":
             return None  # hashes are salted by the tenant, who is not known yet
         return self.scheduler.hash_prompt(self._prompt_request(token_ids, DEFAULT_TENANT, cache_salt))
@@ -396,7 +396,7 @@ class Engine:
                     seed=seed,
                     arrival_time_s=now_s,
                     cache_salt=checked.cache_salt,
-                    prompt_chain=checked.prompt_chain,
+                    hashed_prompt=checked.hashed_prompt,
                     context=context or RequestContext(),
                 ),
                 CompletionOutput(

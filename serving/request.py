@@ -17,7 +17,7 @@ from configs.scheduling import MAX_PRIORITY, MIN_PRIORITY
 from serving.operations.trace_context import TraceContext
 
 if TYPE_CHECKING:
-    from serving.scheduling.prefix_cache import PageChain
+    from serving.scheduling.prefix_cache import HashedPrompt
 
 MAX_N = 128  # completions of one prompt
 MAX_LOGPROBS = 20
@@ -446,7 +446,7 @@ class Request:
     context: RequestContext = RequestContext()
     cache_salt: bytes = b""  # requests of different salts never share pages through the prefix cache
     keeps_pages: bool = False  # ended by length, its pages stay until `Scheduler.release_pages`, for others to fork
-    prompt_chain: PageChain | None = None  # `Scheduler.hash_prompt` of it; None: a step finds out when it needs it
+    hashed_prompt: HashedPrompt | None = None  # by `Scheduler.hash_prompt`; None: a step hashes what it needs
     fork_of: Request | None = None  # one that keeps its pages, and of whose tokens only the last is not this one's too
 
     status: RequestStatus = RequestStatus.WAITING

@@ -64,6 +64,16 @@ class PageChain:
         self.tail = match[-1] if match else self.salt
 
 
+@dataclass(frozen=True, slots=True)
+class HashedPrompt:
+    """The full pages of a prompt: what a chain of its sequence begins with. Tuples of bytes, which the garbage collector
+    passes over however many prompts wait."""
+
+    salt: bytes
+    page_hashes: tuple[bytes, ...]
+    page_tokens: tuple[bytes, ...]
+
+
 class PrefixCache:
     """Maps hashes of full pages to page ids.
 
@@ -82,14 +92,15 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._by_page)
 
-    def new_chain(self, salt: bytes, owner: str = "", prompt: PageChain | None = None) -> PageChain:
+    def new_chain(self, salt: bytes, owner: str = "", prompt: HashedPrompt | None = None) -> PageChain:
         """A chain of a tenant's sequence, nothing of it published. Chains of different salts never share a page.
 
-        It begins with the pages of `prompt`, which is left as it is, where that has the same salt.
+        It begins with the pages of `prompt` where that has the same salt.
         """
         chain = PageChain(salt=salt, owner=owner, tail=salt)
         if prompt is not None and prompt.salt == salt:
-            chain.page_hashes, chain.page_tokens = prompt.page_hashes.copy(), prompt.page_tokens.copy()
+            chain.page_hashes += prompt.page_hashes
+            chain.page_tokens += prompt.page_tokens
         return chain
 
     def page(self, page_id: int) -> CachedPage:

@@ -32,7 +32,7 @@ from serving.scheduling.forking import ForkSource, KeptPages
 from serving.scheduling.page_allocator import PageAllocator
 from serving.scheduling.pending_prefixes import PendingPrefixes
 from serving.scheduling.pinned_prefixes import PinnedPrefixes
-from serving.scheduling.prefix_cache import CachedPage, PageChain, PrefixCache, sha256_digest
+from serving.scheduling.prefix_cache import CachedPage, HashedPrompt, PageChain, PrefixCache, sha256_digest
 from serving.scheduling.prefix_salts import PrefixSalts
 from serving.scheduling.schedule import (
     PageAppend,
@@ -116,6 +116,7 @@ class _Sequence:
     stop_token_ids: frozenset[int]  # the request's
     needs_last_token: bool  # the request's
     entry: Entry[_Sequence] = field(init=False)
+    account: tuple[int, str] = (0, "")  # class and tenant that its tokens count for, while it runs
     slot: int | None = None
     page_ids: list[int] = field(default_factory=list)
     num_page_tokens: int = 0  # that these pages hold
@@ -266,10 +267,13 @@ class Scheduler:
             )
         return num_pages
 
-    def hash_prompt(self, request: Request) -> PageChain | None:
-        """The full pages of a prompt with their hashes, for `Request.prompt_chain`, so that no step has to find them.
-        Any thread may call it. None without a prefix cache."""
-        return None if self.prefix_cache is None else self._prompt_chain(self.prefix_cache, request)
+    def hash_prompt(self, request: Request) -> HashedPrompt | None:
+        """For `Request.hashed_prompt`, so that no step has to hash a whole prompt. Any thread may call it. None without a
+        prefix cache."""
+        if self.prefix_cache is None:
+            return None
+        chain = self._prompt_chain(self.prefix_cache, request)
+        return HashedPrompt(chain.salt, tuple(chain.page_hashes), tuple(chain.page_tokens))
 
     def _prompt_chain(self, cache: PrefixCache, request: Request) -> PageChain:
         chain = cache.new_chain(self._salt(request), request.context.tenant)
@@ -820,6 +824,7 @@ class Scheduler:
         self._waiting.placed(sequence.entry, request.num_tokens - num_hit_tokens)
         bisect.insort(self._running, sequence, key=_run_order)
         self._num_running_of_class[sequence.entry.class_index] += 1
+        sequence.account = sequence.entry.class_index, sequence.entry.tenant
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.page_ids = hit_page_ids + new_page_ids
         self._count_pages(sequence, len(sequence.page_ids))
@@ -893,7 +898,7 @@ class Scheduler:
             return []
         salt = self._salt(request)
         if sequence.chain is None or sequence.chain.salt != salt:
-            sequence.chain = self.prefix_cache.new_chain(salt, request.context.tenant, request.prompt_chain)
+            sequence.chain = self.prefix_cache.new_chain(salt, request.context.tenant, request.hashed_prompt)
         if not self._may_read_cache(request):
             return []
         max_pages = (request.num_tokens - 1) // self.config.page_size  # the last token runs: its logits are needed
@@ -1137,8 +1142,8 @@ class Scheduler:
             new_token_ids = tuple(output[num_old_tokens:])
         if new_token_ids:  # to sample the last, all before it were computed
             sequence.num_confirmed_tokens = num_prompt_tokens + len(output) - 1
-            served = sequence.entry.class_index, sequence.entry.tenant
-            self._served[served] = self._served.get(served, 0) + len(new_token_ids)
+            account = sequence.account
+            self._served[account] = self._served.get(account, 0) + len(new_token_ids)
         if error_token_id == NOT_FINITE:
             self._finish_poisoned(sequence)
         else:

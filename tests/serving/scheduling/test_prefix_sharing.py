@@ -30,7 +30,7 @@ def test_a_prompt_hashed_beforehand_is_not_hashed_again_and_shares_as_any_other(
     engine.add(tools.make_request("first", PREFIX, max_tokens=1))
     engine.run()
     second = tools.make_request("second", [*PREFIX, 40], max_tokens=1)
-    second.prompt_chain = engine.scheduler.hash_prompt(second)
+    second.hashed_prompt = engine.scheduler.hash_prompt(second)
     hashed = []
     cache = engine.scheduler.prefix_cache
     hash_fn, cache.hash_fn = cache.hash_fn, lambda data: hashed.append(data) or hash_fn(data)
@@ -46,7 +46,7 @@ def test_hashes_made_for_another_salt_are_not_used(tools):
     engine.add(first)
     engine.run()
     second = tools.make_request("second", [*PREFIX, 40], max_tokens=1, tenant="b")
-    second.prompt_chain = engine.scheduler.hash_prompt(first)
+    second.hashed_prompt = engine.scheduler.hash_prompt(first)
     engine.add(second)
     engine.run()
     engine.check_outputs()
