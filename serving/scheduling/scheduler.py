@@ -112,6 +112,7 @@ class _Sequence:
     order: tuple[int, int]  # of arrival; then, among those forked of one request, of their making
     max_pages: int  # that it can ever fill
     num_future_tokens: int
+    num_prompt_tokens: int  # the request's
     max_total_tokens: int  # the request's
     stop_token_ids: frozenset[int]  # the request's
     needs_last_token: bool  # the request's
@@ -312,6 +313,7 @@ class Scheduler:
             order=order,
             max_pages=num_pages,
             num_future_tokens=request.num_tokens,
+            num_prompt_tokens=request.num_prompt_tokens,
             max_total_tokens=request.max_total_tokens,
             stop_token_ids=frozenset(request.stop_token_ids),
             needs_last_token=request.needs_last_token,
@@ -437,12 +439,27 @@ class Scheduler:
                 event = self._take_chunk(sequence, chunk, columns[chunk.slot][0])
                 if event is not None:
                     events.append(event)
-        for slot, request in schedule.decode:  # once a step for each: kept short, as is what it calls
+        num_steps, served = schedule.num_decode_steps, self._served
+        for slot, request in schedule.decode:  # once a step for each: kept short
             sequence = find(id(request))
-            if sequence is not None:
+            if sequence is None:
+                continue
+            token_ids, output = columns[slot], request.output_token_ids
+            num_tokens = sequence.num_prompt_tokens + len(output) + num_steps
+            if (
+                num_tokens < sequence.max_total_tokens
+                and min(token_ids) >= 0
+                and sequence.stop_token_ids.isdisjoint(token_ids)
+            ):  # none of them ends it, as a rule
+                output += token_ids
+                sequence.num_confirmed_tokens = num_tokens - 1
+                served[sequence.account] = served.get(sequence.account, 0) + num_steps
+                self._publish(sequence)
+                events.append(StepEvent(request, slot, tuple(token_ids), False))
+            else:
                 # The tokens of all earlier steps are in by now: the device stopped no later than this bound.
-                num_left = sequence.max_total_tokens - len(request.prompt_token_ids) - len(request.output_token_ids)
-                events.append(self._take_tokens(sequence, slot, columns[slot][:num_left]))
+                num_left = sequence.max_total_tokens - sequence.num_prompt_tokens - len(output)
+                events.append(self._take_tokens(sequence, slot, token_ids[:num_left]))
         for (class_index, tenant), num_tokens in self._served.items():
             self.stats.num_output_tokens += num_tokens
             self._waiting.charge(class_index, tenant, num_tokens)
@@ -1121,29 +1138,21 @@ class Scheduler:
 
     def _take_tokens(self, sequence: _Sequence, slot: int, token_ids: list[int]) -> StepEvent:
         """Append what one slot sampled in one step, up to where it stops."""
-        request = sequence.request
-        output, num_prompt_tokens = request.output_token_ids, len(request.prompt_token_ids)
+        request, output = sequence.request, sequence.request.output_token_ids
         num_old_tokens = len(output)
         stop = error_token_id = None
-        if min(token_ids) >= 0 and sequence.stop_token_ids.isdisjoint(token_ids):
-            output += token_ids
-            new_token_ids = tuple(token_ids)
-            if num_prompt_tokens + len(output) >= sequence.max_total_tokens:
-                stop = stop_after(request)
-        else:
-            for token_id in token_ids:
-                if token_id < 0:
-                    error_token_id = token_id
-                    break
-                output.append(token_id)
-                stop = stop_after(request)
-                if stop is not None:
-                    break
-            new_token_ids = tuple(output[num_old_tokens:])
-        if new_token_ids:  # to sample the last, all before it were computed
-            sequence.num_confirmed_tokens = num_prompt_tokens + len(output) - 1
-            account = sequence.account
-            self._served[account] = self._served.get(account, 0) + len(new_token_ids)
+        for token_id in token_ids:
+            if token_id < 0:
+                error_token_id = token_id
+                break
+            output.append(token_id)
+            stop = stop_after(request)
+            if stop is not None:
+                break
+        new_token_ids = tuple(output[num_old_tokens:])
+        if new_token_ids:
+            sequence.num_confirmed_tokens = request.num_tokens - 1  # to sample the last, all before it were computed
+            self._served[sequence.account] = self._served.get(sequence.account, 0) + len(new_token_ids)
         if error_token_id == NOT_FINITE:
             self._finish_poisoned(sequence)
         else:
@@ -1153,8 +1162,7 @@ class Scheduler:
                 self._finish(sequence, FinishReason.ERROR, error=error)
             elif stop is not None:
                 self._finish(sequence, *stop, is_stopped=True)
-        finished = stop is not None or error_token_id is not None
-        return StepEvent(request, slot, new_token_ids, finished)
+        return StepEvent(request=request, slot=slot, new_token_ids=new_token_ids, finished=request.is_finished)
 
     def _publish(self, sequence: _Sequence) -> None:
         """Offer to the prefix cache the full pages whose tokens are known and whose K/V is confirmed."""
