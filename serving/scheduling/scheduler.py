@@ -1233,6 +1233,7 @@ class Scheduler:
         request.error = error
         children = self._sequences[request.request_id]
         del children[request.child_index], self._sequence_of[id(request)]
+        del sequence.entry  # the two name each other: the prompt would stay until the garbage collector finds them
         if not children:
             del self._sequences[request.request_id]
 
