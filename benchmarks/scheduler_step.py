@@ -33,6 +33,7 @@ from serving.scheduling.step_time import LinearStepTime, StepWork
 
 NUM_RUNNING, NUM_WAITING, CONTEXT = 256, 2000, 4096
 TOKENS = tuple(i * 7919 % 128_000 for i in range(10 * CONTEXT))
+NUM_WARM_UP = 600  # steps, after which the batch is full: of 256, or of what control lets run
 TENANTS = [f"tenant {number}" for number in range(16)]
 STEP_TIME = LinearStepTime()
 
@@ -105,10 +106,10 @@ def measure(num_steps: int, policy: SchedulingConfig, num_decode_steps: int) -> 
     controller = None
     if policy.controls_steps:
         controller = SloController(scheduler, policy, OnlineStepTime(STEP_TIME, config.prefill_token_buckets))
-    timer, is_full = Timer(), False
+    timer, num_warm_up = Timer(), NUM_WARM_UP
     in_flight = work = limits = None
     number, now_s = 0, 0.0
-    while not is_full or len(timer.seconds["step"]) < num_steps:
+    while num_warm_up or len(timer.seconds["step"]) < num_steps:
         while scheduler.num_waiting < NUM_WAITING:
             request = make_request(rng, number, now_s)
             request.hashed_prompt = scheduler.hash_prompt(request)  # as the engine's doors do, beside its loop
@@ -130,8 +131,8 @@ def measure(num_steps: int, policy: SchedulingConfig, num_decode_steps: int) -> 
                 if event.request.first_token_time_s is None:
                     event.request.first_token_time_s = now_s
         in_flight, work = schedule, following
-        if not is_full and scheduler.num_running == NUM_RUNNING:  # from a full batch on
-            is_full, timer = True, Timer()
+        if num_warm_up:
+            num_warm_up, timer = num_warm_up - 1, Timer()
         else:
             timer.end_step(admits=schedule is not None and bool(schedule.resets))
     return timer.seconds
