@@ -48,6 +48,7 @@ from serving.scheduling.admission import AdmissionControl
 from serving.scheduling.config import RopeRegime, SchedulerConfig
 from serving.scheduling.eviction import RecomputeCost
 from serving.scheduling.online_step_time import OnlineStepTime
+from serving.scheduling.prefix_cache import HashedPrompt
 from serving.scheduling.schedule import Schedule
 from serving.scheduling.scheduler import NOT_FINITE, Scheduler, StepEvent
 from serving.scheduling.slo_controller import SloController
@@ -101,6 +102,7 @@ class CheckedRequest:
     stop_token_ids: tuple[int, ...]
     grammar: Grammar | None
     cache_salt: bytes = b""
+    hashed_prompt: HashedPrompt | None = None  # as `Request` has it
 
 
 @dataclass
@@ -329,7 +331,13 @@ class Engine:
             stop_token_ids=stop_token_ids,
             grammar=self._compile_grammar(params, stop_token_ids),
             cache_salt=cache_salt,
+            hashed_prompt=self._hash_prompt(token_ids, cache_salt),
         )
+
+    def _hash_prompt(self, token_ids: tuple[int, ...], cache_salt: bytes) -> HashedPrompt | None:
+        if self.scheduler.config.prefix_cache_scope == "tenant":
+            return None  # hashes are salted by the tenant, who is not known yet
+        return self.scheduler.hash_prompt(self._prompt_request(token_ids, DEFAULT_TENANT, cache_salt))
 
     def load_structured(self) -> None:
         """Load what the first request with `SamplingParams.structured` would: for a server, before it serves.
@@ -388,6 +396,7 @@ class Engine:
                     seed=seed,
                     arrival_time_s=now_s,
                     cache_salt=checked.cache_salt,
+                    hashed_prompt=checked.hashed_prompt,
                     context=context or RequestContext(),
                 ),
                 CompletionOutput(
@@ -516,8 +525,12 @@ class Engine:
         token_ids = check_prompt_ids(
             self.encode(prompt) if isinstance(prompt, str) else prompt, self.model_config.vocab_size, self.max_model_len
         )
+        return self._prompt_request(token_ids, tenant, cache_salt)
+
+    def _prompt_request(self, token_ids: tuple[int, ...], tenant: str, cache_salt: bytes) -> Request:
+        """What the scheduler is asked about a prompt with; it does not run."""
         return Request(
-            request_id="pin",
+            request_id="prompt",
             prompt_token_ids=token_ids,
             params=SamplingParams(),
             max_total_tokens=self.max_model_len,

@@ -11,10 +11,13 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from configs.scheduling import MAX_PRIORITY, MIN_PRIORITY
 from serving.operations.trace_context import TraceContext
+
+if TYPE_CHECKING:
+    from serving.scheduling.prefix_cache import HashedPrompt
 
 MAX_N = 128  # completions of one prompt
 MAX_LOGPROBS = 20
@@ -447,6 +450,7 @@ class Request:
     context: RequestContext = RequestContext()
     cache_salt: bytes = b""  # requests of different salts never share pages through the prefix cache
     keeps_pages: bool = False  # ended by length, its pages stay until `Scheduler.release_pages`, for others to fork
+    hashed_prompt: HashedPrompt | None = None  # by `Scheduler.hash_prompt`; None: a step hashes what it needs
     fork_of: Request | None = None  # one that keeps its pages, and of whose tokens only the last is not this one's too
 
     status: RequestStatus = RequestStatus.WAITING

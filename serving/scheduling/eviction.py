@@ -13,17 +13,18 @@ before value:
 - Floors. A tenant's pages are not given up for another tenant while it has no more than its floor, as long as others
   have some to give; together, floors protect at most MAX_PROTECTED of the pool.
 
-Every operation takes O(log n) amortised, but for a page taken in spite of a floor, which looks at every tenant.
+Every page takes O(log n) amortised, but for one taken in spite of a floor, which looks at every tenant. As a rule a
+parent is worth less than the page after it, so a sequence's pages go one after the other without a search.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from serving.scheduling.prefix_cache import CachedPage
+from serving.scheduling.prefix_cache import CachedPage, EvictionItem
 
 MAX_PROTECTED = 0.5  # of the pool; the rest is for whoever runs
 _SLACK = 64  # stale heap entries that are not worth a rebuild
@@ -54,20 +55,17 @@ class RecomputeCost:
 
 DENSE_8B = RecomputeCost()
 
-_Item = tuple[float, int, int]  # value, order of addition, page id: the smallest goes first
-
-
-@dataclass(eq=False, slots=True)
-class _Entry:
-    page: CachedPage
-    item: _Item
-
 
 @dataclass(eq=False, slots=True)
 class _Tenant:
-    pages: dict[int, _Entry] = field(default_factory=dict)
-    leaves: list[_Item] = field(default_factory=list)  # a heap; stale items are dropped when they come up
-    offered: _Item | None = None  # its item among those that anybody may take
+    num_pages: int = 0
+    leaves: list[EvictionItem] = field(default_factory=list)  # a heap; stale items are dropped when they come up
+    offered: EvictionItem | None = None  # its item among those that anybody may take
+
+
+def _item(page: CachedPage) -> EvictionItem:
+    assert page.eviction_item is not None, page.page_id
+    return page.eviction_item
 
 
 class EvictionOrder:
@@ -85,116 +83,159 @@ class EvictionOrder:
         self._clock = 0.0
         self._num_added = 0
         self._num_protected = 0  # pages within their tenant's floor
-        self._owner_of: dict[int, str] = {}
+        self._pages: dict[int, CachedPage] = {}
+        self._costs: list[float] = []  # of a page by its number, as far as asked for
         self._tenants: dict[str, _Tenant] = {}
-        self._offers: list[tuple[_Item, str]] = []  # a heap: the first leaf of each tenant above its floor
+        self._offers: list[tuple[EvictionItem, str]] = []  # a heap: the first leaf of each tenant above its floor
 
     def __len__(self) -> int:
-        return len(self._owner_of)
+        return len(self._pages)
 
     def __contains__(self, page_id: int) -> bool:
-        return page_id in self._owner_of
+        return page_id in self._pages
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._owner_of)
+        return iter(self._pages)
 
     def num_pages_for(self, tenant: str) -> int:
         """Pages that `tenant` may take without going below another's floor."""
         owned = self._tenants.get(tenant)
-        own_protected = min(len(owned.pages), self.floor_pages) if owned is not None else 0
+        own_protected = min(owned.num_pages, self.floor_pages) if owned is not None else 0
         return len(self) - min(self._num_protected - own_protected, self._max_protected)
 
-    def add(self, page: CachedPage) -> None:
-        """Nobody holds this page any more."""
-        assert page.page_id not in self._owner_of, page.page_id
-        is_orphan = isinstance(page.parent, CachedPage) and not page.parent.is_live  # cannot be found any more
-        uses = 0 if is_orphan else 1 + page.num_hits
-        value = self._clock + uses * self.cost.of_page(page.index, self.page_size)
-        self._num_added += 1
-        entry = _Entry(page, (value, self._num_added, page.page_id))
-        tenant = self._tenants.setdefault(page.owner, _Tenant())
-        self._owner_of[page.page_id] = page.owner
-        tenant.pages[page.page_id] = entry
-        self._num_protected += len(tenant.pages) <= self.floor_pages
-        if isinstance(page.parent, CachedPage):
-            page.parent.num_idle_children += 1
-        if page.num_idle_children == 0:
-            heapq.heappush(tenant.leaves, entry.item)
-        self._offer(page.owner)
+    def add(self, pages: Iterable[CachedPage]) -> None:
+        """Nobody holds these pages any more; of a sequence, the last comes first."""
+        costs, owners = self._costs, set()
+        for page in pages:
+            parent, uses = page.parent, 1 + page.num_hits
+            if isinstance(parent, CachedPage):
+                parent.num_idle_children += 1
+                if not parent.is_live:
+                    uses = 0  # it cannot be found any more
+            while page.index >= len(costs):
+                costs.append(self.cost.of_page(len(costs), self.page_size))
+            self._num_added += 1
+            page.eviction_item = (self._clock + uses * costs[page.index], self._num_added, page.page_id)
+            self._pages[page.page_id] = page
+            tenant = self._tenants.get(page.owner)
+            if tenant is None:
+                tenant = self._tenants[page.owner] = _Tenant()
+            tenant.num_pages += 1
+            self._num_protected += tenant.num_pages <= self.floor_pages
+            if page.num_idle_children == 0:
+                heapq.heappush(tenant.leaves, page.eviction_item)
+            owners.add(page.owner)
+        for owner in owners:
+            self._offer(owner)
 
     def remove(self, page_id: int) -> None:
         """The page is held again."""
-        owner = self._owner_of.pop(page_id)
-        tenant = self._tenants[owner]
-        self._num_protected -= len(tenant.pages) <= self.floor_pages
-        page = tenant.pages.pop(page_id).page
-        parent = page.parent
-        if isinstance(parent, CachedPage):
-            parent.num_idle_children -= 1
-            if parent.num_idle_children == 0 and self._owner_of.get(parent.page_id) is not None:
-                self._push_leaf(parent)
-        if not tenant.pages:
-            del self._tenants[owner]
-        else:
-            self._offer(owner)
+        page = self._pages[page_id]
+        leaf = self._drop(page)
+        if leaf is not None:
+            self._push_leaf(leaf)
+        self._offer(page.owner)
 
-    def take(self, tenant: str) -> int:
-        """Give up a page for `tenant`; returns its id. There must be one."""
-        own = self._first_leaf(self._tenants[tenant]) if tenant in self._tenants else None
-        item = self._first_offer()
-        if item is None or (own is not None and own < item):
-            item = own
-        cause = EvictionCause.OWN if item is not None and item is own else EvictionCause.OTHER
-        if item is None:
-            item = min(leaf for leaf in map(self._first_leaf, self._tenants.values()) if leaf is not None)
-            cause = EvictionCause.FLOOR
-        value, _, page_id = item
-        if cause is EvictionCause.OTHER and self._owner_of[page_id] == tenant:
-            cause = EvictionCause.OWN
-        self.num_by_cause[cause] += 1
-        self._clock = max(self._clock, value)
-        self.remove(page_id)
-        return page_id
+    def take(self, tenant: str, num_pages: int) -> list[int]:
+        """Give up pages for `tenant`; returns their ids. There must be so many."""
+        page_ids: list[int] = []
+        while len(page_ids) < num_pages:
+            item, cause = self._first(tenant)
+            self._clock = max(self._clock, item[0])
+            page = self._pages[item[2]]
+            owner, leaf = page.owner, None
+            leaves = self._tenants[owner].leaves  # of which `item` is the first
+            num_before = len(page_ids)
+            max_run = num_pages - num_before
+            if cause is not EvictionCause.OWN:
+                max_run = min(max_run, max(self._tenants[owner].num_pages - self.floor_pages, 1))
+            for _ in range(max_run):
+                page_ids.append(page.page_id)
+                leaf = self._drop(page)
+                if leaf is None or leaf.owner != owner or _item(leaf) > item:
+                    break
+                page = leaf  # worth less than what was the least of all, so now the least itself
+            self.num_by_cause[cause] += len(page_ids) - num_before
+            if leaf is not None and leaf.owner == owner:
+                heapq.heapreplace(leaves, _item(leaf))
+            else:
+                heapq.heappop(leaves)
+                if leaf is not None:
+                    self._push_leaf(leaf)
+            self._offer(owner)
+        return page_ids
 
     def clear(self) -> list[int]:
         """Forget all pages; returns their ids."""
-        page_ids = list(self._owner_of)
+        page_ids = list(self._pages)
         for page_id in page_ids:
             self.remove(page_id)
         return page_ids
 
-    def _push_leaf(self, page: CachedPage) -> None:
-        owner = self._owner_of[page.page_id]
-        tenant = self._tenants[owner]
-        entry = tenant.pages[page.page_id]
-        if entry.page is page:
-            heapq.heappush(tenant.leaves, entry.item)
-            self._offer(owner)
-
-    def _first_leaf(self, tenant: _Tenant) -> _Item | None:
-        if len(tenant.leaves) > 2 * len(tenant.pages) + _SLACK:
-            tenant.leaves = [e.item for e in tenant.pages.values() if e.page.num_idle_children == 0]
-            heapq.heapify(tenant.leaves)
-        while tenant.leaves:
-            item = tenant.leaves[0]
-            entry = tenant.pages.get(item[2])
-            if entry is not None and entry.item is item and entry.page.num_idle_children == 0:
-                return item
-            heapq.heappop(tenant.leaves)
+    def _drop(self, page: CachedPage) -> CachedPage | None:
+        """Forget a page; returns its parent where that is a leaf now."""
+        del self._pages[page.page_id]
+        page.eviction_item = None
+        tenant = self._tenants[page.owner]
+        self._num_protected -= tenant.num_pages <= self.floor_pages
+        tenant.num_pages -= 1
+        if tenant.num_pages == 0:
+            del self._tenants[page.owner]
+        parent = page.parent
+        if isinstance(parent, CachedPage):
+            parent.num_idle_children -= 1
+            if parent.num_idle_children == 0 and parent.eviction_item is not None:
+                return parent
         return None
 
-    def _is_above_floor(self, tenant: _Tenant) -> bool:
-        return len(tenant.pages) > self.floor_pages
+    def _push_leaf(self, page: CachedPage) -> None:
+        heapq.heappush(self._tenants[page.owner].leaves, _item(page))
+        self._offer(page.owner)
+
+    def _first(self, tenant: str) -> tuple[EvictionItem, EvictionCause]:
+        """The page to give up next for `tenant`, and why that one."""
+        own = self._first_leaf(self._tenants[tenant]) if tenant in self._tenants else None
+        item = self._first_offer()
+        if item is None or (own is not None and own < item):
+            item = own
+        if item is None:
+            leaves = map(self._first_leaf, self._tenants.values())
+            return min(leaf for leaf in leaves if leaf is not None), EvictionCause.FLOOR
+        is_own = self._pages[item[2]].owner == tenant
+        return item, EvictionCause.OWN if is_own else EvictionCause.OTHER
+
+    def _is_leaf(self, item: EvictionItem) -> bool:
+        """Whether the item is that of a page that is here still, or again, and may go."""
+        page = self._pages.get(item[2])
+        return page is not None and page.eviction_item is item and page.num_idle_children == 0
+
+    def _first_leaf(self, tenant: _Tenant) -> EvictionItem | None:
+        leaves = tenant.leaves
+        if len(leaves) > 2 * tenant.num_pages + _SLACK:
+            leaves[:] = filter(self._is_leaf, dict.fromkeys(leaves))
+            heapq.heapify(leaves)
+        while leaves and not self._is_leaf(leaves[0]):
+            heapq.heappop(leaves)
+        return leaves[0] if leaves else None
+
+    def _is_above_floor(self, owner: str) -> bool:
+        tenant = self._tenants.get(owner)
+        return tenant is not None and tenant.num_pages > self.floor_pages
 
     def _offer(self, owner: str) -> None:
         """Let anybody find the tenant's first leaf, if it is above its floor."""
+        if not self._is_above_floor(owner):
+            return
         tenant = self._tenants[owner]
-        item = self._first_leaf(tenant) if self._is_above_floor(tenant) else None
+        item = self._first_leaf(tenant)
         if item is not None and item is not tenant.offered:
-            heapq.heappush(self._offers, (item, owner))
+            if self._offers and self._offers[0][1] == owner:  # this one takes its place
+                heapq.heapreplace(self._offers, (item, owner))
+            else:
+                heapq.heappush(self._offers, (item, owner))
             tenant.offered = item
 
-    def _first_offer(self) -> _Item | None:
+    def _first_offer(self) -> EvictionItem | None:
         if len(self._offers) > 2 * len(self._tenants) + _SLACK:
             self._offers = [(t.offered, name) for name, t in self._tenants.items() if t.offered is not None]
             heapq.heapify(self._offers)
@@ -202,7 +243,7 @@ class EvictionOrder:
             item, owner = self._offers[0]
             tenant = self._tenants.get(owner)
             if tenant is not None and tenant.offered is item:
-                if self._is_above_floor(tenant) and self._first_leaf(tenant) is item:
+                if self._is_above_floor(owner) and self._first_leaf(tenant) is item:
                     return item
                 tenant.offered = None
                 heapq.heappop(self._offers)
@@ -213,21 +254,23 @@ class EvictionOrder:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where counts, tenants and leaves disagree."""
-        by_tenant = {name: set(tenant.pages) for name, tenant in self._tenants.items()}
-        assert all(by_tenant.values())
-        assert {page_id: name for name, pages in by_tenant.items() for page_id in pages} == self._owner_of
-        assert self._num_protected == sum(min(len(pages), self.floor_pages) for pages in by_tenant.values())
-        pages = {page_id: entry.page for tenant in self._tenants.values() for page_id, entry in tenant.pages.items()}
-        num_children = dict.fromkeys(pages, 0)
-        for page in pages.values():
+        by_tenant: dict[str, list[CachedPage]] = {}
+        num_children = dict.fromkeys(self._pages, 0)
+        for page_id, page in self._pages.items():
+            assert page.page_id == page_id and page.eviction_item is not None and page.eviction_item[2] == page_id
+            by_tenant.setdefault(page.owner, []).append(page)
             parent = page.parent
-            if isinstance(parent, CachedPage) and pages.get(parent.page_id) is parent:
+            if isinstance(parent, CachedPage) and self._pages.get(parent.page_id) is parent:
                 num_children[parent.page_id] += 1
-        assert num_children == {page_id: page.num_idle_children for page_id, page in pages.items()}
+        assert {name: len(pages) for name, pages in by_tenant.items()} == {
+            name: tenant.num_pages for name, tenant in self._tenants.items()
+        }
+        assert self._num_protected == sum(min(len(pages), self.floor_pages) for pages in by_tenant.values())
+        assert num_children == {page_id: page.num_idle_children for page_id, page in self._pages.items()}
         for name, tenant in self._tenants.items():
-            leaves = {e.item for e in tenant.pages.values() if e.page.num_idle_children == 0}
+            leaves = {p.eviction_item for p in by_tenant[name] if p.eviction_item and p.num_idle_children == 0}
             assert leaves <= set(tenant.leaves), name
-            if leaves and self._is_above_floor(tenant):
+            if leaves and self._is_above_floor(name):
                 # An offer may be stale, of a page that got a child or is held again, but never above the first leaf.
                 assert tenant.offered is not None and tenant.offered <= min(leaves), name
                 assert (tenant.offered, name) in self._offers, name

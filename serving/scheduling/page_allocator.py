@@ -100,16 +100,15 @@ class PageAllocator:
         """
         if num_pages > self.num_free_pages:
             return None
-        page_ids = []
-        for _ in range(num_pages):
-            if self._free:
-                page_id = self._free.pop()
-            else:
-                assert self._prefix_cache is not None
-                page_id = self._evictable.take(tenant)
+        page_ids = [self._free.pop() for _ in range(min(num_pages, len(self._free)))]
+        if len(page_ids) < num_pages:
+            assert self._prefix_cache is not None
+            evicted = self._evictable.take(tenant, num_pages - len(page_ids))
+            for page_id in evicted:
                 self._prefix_cache.remove(page_id)
+            page_ids += evicted
+        for page_id in page_ids:
             self._ref_counts[page_id] = 1
-            page_ids.append(page_id)
         return page_ids
 
     def share(self, page_id: int) -> None:
@@ -131,14 +130,16 @@ class PageAllocator:
         Pages that nobody holds any more are quarantined until step `after_step`, the last dispatched one that may
         write them, has completed; 0 or a completed step frees them at once.
         """
+        ref_counts, released = self._ref_counts, []
         for page_id in reversed(page_ids):  # so the tail of a chain is the first to be evicted
-            assert page_id != NULL_PAGE and self._ref_counts[page_id] > 0, page_id
-            self._ref_counts[page_id] -= 1
-            if self._ref_counts[page_id] == 0:
+            assert page_id != NULL_PAGE and ref_counts[page_id] > 0, page_id
+            ref_counts[page_id] -= 1
+            if ref_counts[page_id] == 0:
                 if after_step > self._completed_step:
                     self._quarantine[page_id] = after_step
                 else:
-                    self._release(page_id)
+                    released.append(page_id)
+        self._release(released)
 
     def forget_cached_pages(self) -> int:
         """Empty the prefix cache; returns how many pages it had. Pages that nobody holds are free then."""
@@ -151,15 +152,24 @@ class PageAllocator:
         """No step up to `step_id` writes any more: release what waited for that."""
         assert step_id > self._completed_step, (step_id, self._completed_step)
         self._completed_step = step_id
-        for page_id in [page_id for page_id, step in self._quarantine.items() if step <= step_id]:
+        released = [page_id for page_id, step in self._quarantine.items() if step <= step_id]
+        for page_id in released:
             del self._quarantine[page_id]
-            self._release(page_id)
+        self._release(released)
 
-    def _release(self, page_id: int) -> None:
-        if self._prefix_cache is not None and page_id in self._prefix_cache:
-            self._evictable.add(self._prefix_cache.page(page_id))
-        else:
-            self._free.append(page_id)
+    def _release(self, page_ids: Sequence[int]) -> None:
+        cache = self._prefix_cache
+        if cache is None:
+            self._free += page_ids
+            return
+        cached = []
+        for page_id in page_ids:
+            page = cache.find(page_id)
+            if page is None:
+                self._free.append(page_id)
+            else:
+                cached.append(page)
+        self._evictable.add(cached)
 
     def check_integrity(self, page_tables: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless `page_tables`, of all holders, and the four states account for every page."""

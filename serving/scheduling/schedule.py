@@ -7,7 +7,7 @@ its slot from admission until it finishes or is preempted.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from serving.request import Request, RequestContext
 from serving.scheduling.swap import SwapIn, SwapOut
@@ -42,8 +42,7 @@ class PageCopy:
     num_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class PageAppend:
+class PageAppend(NamedTuple):
     """`page_table[slot, page_index] = page_id` before the step."""
 
     slot: int

@@ -32,7 +32,7 @@ from serving.scheduling.forking import ForkSource, KeptPages
 from serving.scheduling.page_allocator import PageAllocator
 from serving.scheduling.pending_prefixes import PendingPrefixes
 from serving.scheduling.pinned_prefixes import PinnedPrefixes
-from serving.scheduling.prefix_cache import CachedPage, PageChain, PrefixCache, sha256_digest
+from serving.scheduling.prefix_cache import CachedPage, HashedPrompt, PageChain, PrefixCache, sha256_digest
 from serving.scheduling.prefix_salts import PrefixSalts
 from serving.scheduling.schedule import (
     PageAppend,
@@ -70,7 +70,7 @@ def stop_after(request: Request) -> tuple[FinishReason, int | None] | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would take four times as long: there are hundreds a step
 class StepEvent:
     """What one step brought one request. `new_token_ids[k]` was sampled by decode step k of `slot`."""
 
@@ -112,9 +112,12 @@ class _Sequence:
     order: tuple[int, int]  # of arrival; then, among those forked of one request, of their making
     max_pages: int  # that it can ever fill
     num_future_tokens: int
+    num_prompt_tokens: int  # the request's
     max_total_tokens: int  # the request's
+    stop_token_ids: frozenset[int]  # the request's
     needs_last_token: bool  # the request's
     entry: Entry[_Sequence] = field(init=False)
+    account: tuple[int, str] = (0, "")  # class and tenant that its tokens count for, while it runs
     slot: int | None = None
     page_ids: list[int] = field(default_factory=list)
     num_page_tokens: int = 0  # that these pages hold
@@ -191,6 +194,7 @@ class Scheduler:
         self._pending_prefixes = PendingPrefixes()
         self.host_pool = HostPool(config.swap, self.prefix_cache)
         self._sequences: dict[str, dict[int, _Sequence]] = {}  # request id -> child index -> unfinished sequence
+        self._sequence_of: dict[int, _Sequence] = {}  # the same by id() of the request, which the sequence keeps alive
         self._waiting: WaitingQueue[_Sequence] = WaitingQueue(config.policy)
         self._running: list[_Sequence] = []  # by class, then in order of arrival
         self._num_running_of_class = [0] * len(config.policy.class_names)
@@ -201,6 +205,7 @@ class Scheduler:
         self._max_num_seqs = config.max_num_seqs  # of the last schedule(): those that may run, by its limits
         self._limits: StepLimits | None = None
         self._preemptions: list[Preemption] = []  # for the next schedule
+        self._served: dict[tuple[int, str], int] = {}  # in this update(): output tokens by class and tenant
         self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest first
         self._deactivate: set[int] = set()  # for the next schedule
         self._zero_pages: dict[int, None] = {}  # for the next schedule
@@ -263,6 +268,20 @@ class Scheduler:
             )
         return num_pages
 
+    def hash_prompt(self, request: Request) -> HashedPrompt | None:
+        """For `Request.hashed_prompt`, so that no step has to hash a whole prompt. Any thread may call it. None without a
+        prefix cache."""
+        if self.prefix_cache is None:
+            return None
+        chain = self._prompt_chain(self.prefix_cache, request)
+        return HashedPrompt(chain.salt, tuple(chain.page_hashes), tuple(chain.page_tokens))
+
+    def _prompt_chain(self, cache: PrefixCache, request: Request) -> PageChain:
+        chain = cache.new_chain(self._salt(request), request.context.tenant)
+        num_tokens = request.num_prompt_tokens // self.config.page_size * self.config.page_size
+        cache.extend(chain, request.prompt_token_ids[:num_tokens])
+        return chain
+
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError where it could never run: no room, or an id in use."""
         assert request.status is RequestStatus.WAITING and request.num_computed_tokens == 0, request.request_id
@@ -294,7 +313,9 @@ class Scheduler:
             order=order,
             max_pages=num_pages,
             num_future_tokens=request.num_tokens,
+            num_prompt_tokens=request.num_prompt_tokens,
             max_total_tokens=request.max_total_tokens,
+            stop_token_ids=frozenset(request.stop_token_ids),
             needs_last_token=request.needs_last_token,
         )
         context = request.context
@@ -307,6 +328,7 @@ class Scheduler:
         )
         self._num_added += 1
         children[request.child_index] = sequence
+        self._sequence_of[id(request)] = sequence
         self._waiting.push(sequence.entry, num_tokens=request.num_tokens, now_s=request.arrival_time_s)
 
     def abort(self, request_id: str) -> list[Request]:
@@ -410,18 +432,38 @@ class Scheduler:
                 self._mark_to_zero(self.page_allocator.writable_quarantined_pages)
         self.page_allocator.step_completed(schedule.step_id)
         events = []
+        find = self._sequence_of.get
         for chunk in schedule.prefill:
             sequence = self._find(chunk.request)
             if sequence is not None:
                 event = self._take_chunk(sequence, chunk, columns[chunk.slot][0])
                 if event is not None:
                     events.append(event)
-        for slot, request in schedule.decode:
-            sequence = self._find(request)
-            if sequence is not None:
+        num_steps, served = schedule.num_decode_steps, self._served
+        for slot, request in schedule.decode:  # once a step for each: kept short
+            sequence = find(id(request))
+            if sequence is None:
+                continue
+            token_ids, output = columns[slot], request.output_token_ids
+            num_tokens = sequence.num_prompt_tokens + len(output) + num_steps
+            if (
+                num_tokens < sequence.max_total_tokens
+                and min(token_ids) >= 0
+                and sequence.stop_token_ids.isdisjoint(token_ids)
+            ):  # none of them ends it, as a rule
+                output += token_ids
+                sequence.num_confirmed_tokens = num_tokens - 1
+                served[sequence.account] = served.get(sequence.account, 0) + num_steps
+                self._publish(sequence)
+                events.append(StepEvent(request, slot, tuple(token_ids), False))
+            else:
                 # The tokens of all earlier steps are in by now: the device stopped no later than this bound.
-                num_steps = min(schedule.num_decode_steps, request.max_total_tokens - request.num_tokens)
-                events.append(self._take_tokens(sequence, slot, columns[slot][:num_steps]))
+                num_left = sequence.max_total_tokens - sequence.num_prompt_tokens - len(output)
+                events.append(self._take_tokens(sequence, slot, token_ids[:num_left]))
+        for (class_index, tenant), num_tokens in self._served.items():
+            self.stats.num_output_tokens += num_tokens
+            self._waiting.charge(class_index, tenant, num_tokens)
+        self._served.clear()
         return events
 
     # schedule(): its limits
@@ -638,7 +680,9 @@ class Scheduler:
     def _move_down(self) -> list[SlotMove]:
         """Move sequences out of the slots that only a larger decode program than all of them need reaches."""
         size = self.config.decode_size(len(self._running), 0)
-        moves = []
+        moves: list[SlotMove] = []
+        if size == self.config.max_num_seqs:
+            return moves
         for sequence in self._running:
             assert sequence.slot is not None
             if sequence.slot >= size:
@@ -653,7 +697,7 @@ class Scheduler:
         assert page_ids is not None and sequence.slot is not None
         sequence.page_ids += page_ids
         self._count_pages(sequence, len(page_ids))
-        return PageAppend(slot=sequence.slot, page_index=len(sequence.page_ids) - 1, page_id=page_ids[0])
+        return PageAppend(sequence.slot, len(sequence.page_ids) - 1, page_ids[0])
 
     # schedule(): prefill
 
@@ -710,7 +754,7 @@ class Scheduler:
         may_be_long = True
         if policy.long_prefill_tokens:
             if num_long is None:
-                num_long = sum(s.entry.is_long and not s.is_decoding for s in self._running)
+                num_long = sum(s.entry.is_long for s in [s for s in self._running if not s.is_decoding])
             may_be_long = num_long < policy.max_long_prefills
         is_over = self._is_over_budget if self._budgets.is_used else None
         while (entry := self._waiting.head(may_be_long=may_be_long, is_over=is_over)) is not None:
@@ -797,6 +841,7 @@ class Scheduler:
         self._waiting.placed(sequence.entry, request.num_tokens - num_hit_tokens)
         bisect.insort(self._running, sequence, key=_run_order)
         self._num_running_of_class[sequence.entry.class_index] += 1
+        sequence.account = sequence.entry.class_index, sequence.entry.tenant
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.page_ids = hit_page_ids + new_page_ids
         self._count_pages(sequence, len(sequence.page_ids))
@@ -870,7 +915,7 @@ class Scheduler:
             return []
         salt = self._salt(request)
         if sequence.chain is None or sequence.chain.salt != salt:
-            sequence.chain = self.prefix_cache.new_chain(salt, request.context.tenant)
+            sequence.chain = self.prefix_cache.new_chain(salt, request.context.tenant, request.hashed_prompt)
         if not self._may_read_cache(request):
             return []
         max_pages = (request.num_tokens - 1) // self.config.page_size  # the last token runs: its logits are needed
@@ -1021,6 +1066,7 @@ class Scheduler:
         step_id = self._next_step_id
         self._next_step_id += 1
         decode = []
+        num_slots = 0  # up to the last that is used
         for sequence in decoding:  # once a step for each: kept short
             slot, request, max_total_tokens = sequence.slot, sequence.request, sequence.max_total_tokens
             assert slot is not None
@@ -1032,9 +1078,11 @@ class Scheduler:
             sequence.num_future_tokens = num_future_tokens
             request.num_computed_tokens = num_future_tokens - 1
             decode.append((slot, request))
+            if slot >= num_slots:
+                num_slots = slot + 1
         self.stats.num_steps += 1
         swap_outs, swap_ins = self.host_pool.take_step()
-        bucket, num_decode_slots = self._program_size(decode, chunks, num_padded_tokens)
+        bucket, num_decode_slots = self._program_size(num_slots, chunks, num_padded_tokens)
         if decode:
             self.stats.num_decode_steps += num_decode_steps
         self.stats.num_decode_slot_steps += num_decode_slots * num_decode_steps
@@ -1062,16 +1110,16 @@ class Scheduler:
         self._in_flight.append(step_id)
         return schedule
 
-    def _program_size(
-        self, decode: list[tuple[int, Request]], chunks: list[PrefillChunk], num_padded_tokens: int
-    ) -> tuple[int, int]:
-        """(prefill bucket, slots that the decode rows run over) of the step's program; 0 for what it has not."""
+    def _program_size(self, num_slots: int, chunks: list[PrefillChunk], num_padded_tokens: int) -> tuple[int, int]:
+        """(prefill bucket, slots that the decode rows run over) of the step's program; 0 for what it has not.
+
+        num_slots: up to the last that decodes.
+        """
         config = self.config
         bucket = next(size for size in config.prefill_token_buckets if size >= num_padded_tokens) if chunks else 0
-        if not decode:
+        if not num_slots:
             return bucket, 0
-        slots = [slot for slot, _ in decode] + [chunk.slot for chunk in chunks]
-        return bucket, config.decode_size(max(slots) + 1, bucket)
+        return bucket, config.decode_size(max([num_slots, *(chunk.slot + 1 for chunk in chunks)]), bucket)
 
     # update()
 
@@ -1092,8 +1140,7 @@ class Scheduler:
         """Append what one slot sampled in one step, up to where it stops."""
         request, output = sequence.request, sequence.request.output_token_ids
         num_old_tokens = len(output)
-        stop = None
-        error_token_id = None
+        stop = error_token_id = None
         for token_id in token_ids:
             if token_id < 0:
                 error_token_id = token_id
@@ -1105,8 +1152,7 @@ class Scheduler:
         new_token_ids = tuple(output[num_old_tokens:])
         if new_token_ids:
             sequence.num_confirmed_tokens = request.num_tokens - 1  # to sample the last, all before it were computed
-        self.stats.num_output_tokens += len(new_token_ids)
-        self._waiting.charge(sequence.entry, len(new_token_ids))
+            self._served[sequence.account] = self._served.get(sequence.account, 0) + len(new_token_ids)
         if error_token_id == NOT_FINITE:
             self._finish_poisoned(sequence)
         else:
@@ -1120,15 +1166,17 @@ class Scheduler:
 
     def _publish(self, sequence: _Sequence) -> None:
         """Offer to the prefix cache the full pages whose tokens are known and whose K/V is confirmed."""
-        if self.prefix_cache is not None and sequence.chain is not None:
-            num_full_pages = sequence.num_confirmed_tokens // self.config.page_size
-            if num_full_pages > sequence.chain.num_published:
-                self._extend_chain(self.prefix_cache, sequence, sequence.chain, num_full_pages)
-                new_pages = self.prefix_cache.publish(sequence.chain, sequence.page_ids, num_full_pages)
-                self._pending_prefixes.published(sequence.order, num_full_pages)
-                if self.pinned_prefixes:
-                    for page in new_pages:
-                        self.pinned_prefixes.hold(page)
+        chain, page_size = sequence.chain, self.config.page_size
+        if chain is None or sequence.num_confirmed_tokens < (chain.num_published + 1) * page_size:
+            return
+        assert self.prefix_cache is not None
+        num_full_pages = sequence.num_confirmed_tokens // page_size
+        self._extend_chain(self.prefix_cache, sequence, chain, num_full_pages)
+        new_pages = self.prefix_cache.publish(chain, sequence.page_ids, num_full_pages)
+        self._pending_prefixes.published(sequence.order, num_full_pages)
+        if self.pinned_prefixes:
+            for page in new_pages:
+                self.pinned_prefixes.hold(page)
 
     # Ends of running
 
@@ -1184,7 +1232,8 @@ class Scheduler:
         request.stop_reason = stop_reason
         request.error = error
         children = self._sequences[request.request_id]
-        del children[request.child_index]
+        del children[request.child_index], self._sequence_of[id(request)]
+        del sequence.entry  # the two name each other: the prompt would stay until the garbage collector finds them
         if not children:
             del self._sequences[request.request_id]
 
@@ -1269,13 +1318,9 @@ class Scheduler:
         if self.prefix_cache is None or self.pinned_prefixes is None:
             raise RequestError("prompt", "cannot be pinned: enable_prefix_caching is off")
         page_size = self.config.page_size
-        num_full_pages = request.num_prompt_tokens // page_size
-        if num_full_pages == 0:
+        if request.num_prompt_tokens < page_size:
             raise RequestError("prompt", f"has {request.num_prompt_tokens} tokens; a page to pin takes {page_size}")
-        salt = self._salts.salt(request, self.config.rope.salt(request))
-        chain = self.prefix_cache.new_chain(salt, request.context.tenant)
-        self.prefix_cache.extend(chain, request.prompt_token_ids[: num_full_pages * page_size])
-        return self.pinned_prefixes, chain
+        return self.pinned_prefixes, self._prompt_chain(self.prefix_cache, request)
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix; returns how many pages were forgotten. What runs goes on, and pins stay."""
@@ -1287,8 +1332,7 @@ class Scheduler:
 
     def _find(self, request: Request) -> _Sequence | None:
         """The sequence of an unfinished request; None once it is finished, even if its id is in use again."""
-        sequence = self._sequences.get(request.request_id, {}).get(request.child_index)
-        return sequence if sequence is not None and sequence.request is request else None
+        return self._sequence_of.get(id(request))
 
     def _unfinished(self) -> Iterator[_Sequence]:
         for children in self._sequences.values():
@@ -1320,6 +1364,7 @@ class Scheduler:
             sum(s.entry.class_index == index for s in self._running) for index in range(len(config.policy.class_names))
         ]
         assert {id(s) for s in self._unfinished()} == {id(s) for s in (*waiting, *self._running)}
+        assert {id(s.request): s for s in self._unfinished()} == self._sequence_of
         held: Counter[str] = Counter()
         for sequence in self._running:
             assert sequence.num_page_tokens == len(sequence.page_ids) * config.page_size

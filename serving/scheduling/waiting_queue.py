@@ -205,12 +205,12 @@ class WaitingQueue[Item]:
         queue.virtual_time = max(queue.virtual_time, queue.tenant(entry.tenant).service)
         if not entry.was_placed:
             entry.was_placed = True
-            self.charge(entry, num_tokens)
+            self.charge(entry.class_index, entry.tenant, num_tokens)
 
-    def charge(self, entry: Entry[Item], num_tokens: int) -> None:
-        """The entry's tenant was served so many tokens more in its class."""
-        weight = self._weights.get(entry.tenant, self._config.default_tenant_weight)
-        self._classes[entry.class_index].tenant(entry.tenant).service += num_tokens / weight
+    def charge(self, class_index: int, tenant: str, num_tokens: int) -> None:
+        """The tenant was served so many tokens more in the class."""
+        weight = self._weights.get(tenant, self._config.default_tenant_weight)
+        self._classes[class_index].tenant(tenant).service += num_tokens / weight
 
     def head(
         self, *, may_be_long: bool = True, is_over: Callable[[Entry[Item]], bool] | None = None

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -105,15 +106,20 @@ def test_random_use_by_many_tenants_takes_the_least_value_that_the_rules_let_go(
     pool = Pool(40, floor_pages=6, cost=BY_POSITION)
     take = pool.order.take
 
-    def checked_take(tenant: str) -> int:
-        entries = {e.page.page_id: e for t in pool.order._tenants.values() for e in t.pages.values()}
-        sizes = {name: len(t.pages) for name, t in pool.order._tenants.items()}
-        parents = {id(e.page.parent) for e in entries.values()}
-        leaves = [e for e in entries.values() if id(e.page) not in parents]
-        allowed = [e for e in leaves if e.page.owner == tenant or sizes[e.page.owner] > 6] or leaves
-        page_id = take(tenant)
-        assert entries[page_id].item == min(e.item for e in allowed)
-        return page_id
+    def checked_take(tenant: str, num_pages: int) -> list[int]:
+        left = dict(pool.order._pages)
+        items = {page_id: page.eviction_item for page_id, page in left.items()}
+        parents = {page_id: page.parent for page_id, page in left.items()}
+        expected = []
+        for _ in range(num_pages):
+            sizes = Counter(page.owner for page in left.values())
+            held_up = {id(parents[page_id]) for page_id in left}
+            leaves = [page for page in left.values() if id(page) not in held_up]
+            allowed = [page for page in leaves if page.owner == tenant or sizes[page.owner] > 6] or leaves
+            expected.append(min(allowed, key=lambda page: items[page.page_id]).page_id)
+            del left[expected[-1]]
+        assert take(tenant, num_pages) == expected
+        return expected
 
     pool.order.take = checked_take
     for _ in range(600):

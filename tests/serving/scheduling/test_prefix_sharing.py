@@ -25,6 +25,34 @@ def test_requests_that_begin_alike_and_come_together_compute_their_prefix_once(t
     assert [r.num_cached_tokens for r in engine.requests.values()] == [0, 32, 32, 32, 32, 32]
 
 
+def test_a_prompt_hashed_beforehand_is_not_hashed_again_and_shares_as_any_other(tools):
+    engine = tools.Engine(tools.make_config())
+    engine.add(tools.make_request("first", PREFIX, max_tokens=1))
+    engine.run()
+    second = tools.make_request("second", [*PREFIX, 40], max_tokens=1)
+    second.hashed_prompt = engine.scheduler.hash_prompt(second)
+    hashed = []
+    cache = engine.scheduler.prefix_cache
+    hash_fn, cache.hash_fn = cache.hash_fn, lambda data: hashed.append(data) or hash_fn(data)
+    engine.add(second)
+    engine.run()
+    engine.check_outputs()
+    assert second.num_cached_tokens == 32 and not hashed
+
+
+def test_hashes_made_for_another_salt_are_not_used(tools):
+    engine = tools.Engine(tools.make_config(prefix_cache_scope="tenant"))
+    first = tools.make_request("first", PREFIX, max_tokens=1, tenant="a")
+    engine.add(first)
+    engine.run()
+    second = tools.make_request("second", [*PREFIX, 40], max_tokens=1, tenant="b")
+    second.hashed_prompt = engine.scheduler.hash_prompt(first)
+    engine.add(second)
+    engine.run()
+    engine.check_outputs()
+    assert second.num_cached_tokens == 0
+
+
 def test_completions_of_one_request_share_the_full_pages_of_its_prompt(tools):
     engine = waiting_engine(tools)
     for child in range(4):

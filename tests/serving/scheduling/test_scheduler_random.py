@@ -152,6 +152,7 @@ def test_under_memory_pressure_every_request_gets_its_solo_output(tools, rng):
             rng,
             page_size=page_size,
             num_pages=min_pages + rng.randint(0, min_pages),
+            max_pinned_pages=0,
             decode_sizes=(8,),
             max_model_len=96,
             max_decode_steps=max_decode_steps,

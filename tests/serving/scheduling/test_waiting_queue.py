@@ -221,7 +221,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data(), is_preempted=st.booleans())
     def leave(self, data, is_preempted):
         entry = self.placed.pop(data.draw(st.integers(0, len(self.placed) - 1)))
-        self.driver.queue.charge(entry, 3)
+        self.driver.queue.charge(entry.class_index, entry.tenant, 3)
         if is_preempted:
             self.driver.queue.push(entry, num_tokens=10, now_s=self.now_s)
             self.waiting.append(entry)
