@@ -286,8 +286,14 @@ class Service:
         else:
             decision = admission.decide(priority, num_tokens, now_s)
         if decision.action == "refuse":
+            reason = f"the first token would come after {decision.wait_s:.1f} s or more, later than is promised"
+            if decision.own_s > decision.limit_s:
+                reason = (
+                    f"the prompt of {num_tokens} tokens would take {decision.own_s:.1f} s beside what runs; "
+                    f"its first token is promised within {decision.limit_s:g} s"
+                )
             raise OverloadedError(
-                f"the first token would come after {decision.wait_s:.1f} s or more, later than is promised",
+                reason,
                 retry_after_s=decision.retry_after_s,
             )
         return decision

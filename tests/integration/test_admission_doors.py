@@ -32,6 +32,7 @@ IDLE = LoadSnapshot(
     waiting_tokens=(0, 0),
     waiting_pairs=(0, 0),
     prefilling_tokens=0,
+    num_running=1,
     num_free_slots=8,
     free_kv_tokens=1000.0,
     prefill_tokens_per_s=1000.0,

@@ -116,7 +116,7 @@ def test_pages_for_those_that_run_to_grow_are_kept():
     kept, _ = make(tpot(0.05), num_pages=2000)
     trace = mix([load], 5.0)
     without, result = free.run(trace, until_s=30.0), kept.run(trace, until_s=30.0)
-    assert result.stats.num_preemptions <= 0.2 * without.stats.num_preemptions
+    assert result.stats.num_preemptions <= 0.3 * without.stats.num_preemptions
     assert sum(r.is_complete for r in result.requests) >= 0.95 * sum(r.is_complete for r in without.requests)
 
 
