@@ -125,8 +125,8 @@ def overload(traces: Path, seconds: float, names: list[str], factors: list[float
     for name in names:
         requests = [r for r in read_trace(traces / name) if r.num_prompt_tokens + r.num_output_tokens < 131_072]
         simulator, _ = controlled(dataclasses.replace(targets, admission_control=False))
-        at_once = [dataclasses.replace(r, arrival_s=0.0) for r in (requests * 2)[: int(40 * seconds)]]
-        capacity = good_rate(simulator.run(at_once, until_s=seconds), tpot_s, seconds / 2, seconds)
+        at_once = [dataclasses.replace(r, arrival_s=0.0) for r in (requests * 2)[: int(60 * seconds)]]
+        capacity = good_rate(simulator.run(at_once, until_s=1.5 * seconds), tpot_s, seconds / 2, 1.5 * seconds)
         for factor in factors:
             times_s = arrivals(int(capacity * factor * seconds), capacity * factor)
             offered = [

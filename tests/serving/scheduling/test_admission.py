@@ -102,7 +102,7 @@ def test_a_prompt_that_takes_longer_than_its_target_runs_on_an_idle_engine_alone
     assert control(num_running=0).take(CHAT, 50_000, 10.0).action == "accept"
     refused = control().decide(CHAT, 50_000, 10.0)
     assert refused.action == "refuse" and refused.own_s > refused.limit_s == 2.0
-    assert 3 <= refused.retry_after_s <= 15
+    assert 15 <= refused.retry_after_s <= 30
     admission = control(num_running=0)
     assert [admission.take(CHAT, 50_000, 10.0 + i / 1024).action for i in range(1, 4)] == ["accept", "refuse", "refuse"]
 
