@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from configs.scheduling import SchedulingConfig
 from serving.request import Request
-from serving.scheduling.admission import LoadSnapshot, num_pairs
+from serving.scheduling.admission import LoadSnapshot
 from serving.scheduling.lengths import LengthStats
 from serving.scheduling.online_step_time import OnlineStepTime
 from serving.scheduling.schedule import StepLimits
