@@ -82,12 +82,12 @@ def good_rate(result: RunResult, tpot_s: float, start_s: float, end_s: float) ->
     return len(good) / (end_s - start_s)
 
 
-def batch(traces: Path, seconds: float, names: list[str], tpots: list[float]) -> None:
+def batch(traces: Path, seconds: float, names: list[str], tpots: list[float], sizes: list[int]) -> None:
     for name in names:
         requests = [dataclasses.replace(r, arrival_s=0.0) for r in read_trace(traces / name)[:6000]]
         requests = [r for r in requests if r.num_prompt_tokens + r.num_output_tokens < 131_072]
         results = {}
-        for size in FIXED:
+        for size in sizes:
             for budget in (512, 1024):
                 results[size, budget] = fixed(size, budget).run(requests, until_s=seconds)
         for tpot_s in tpots:
@@ -166,11 +166,12 @@ def main() -> None:
     parser.add_argument("--trace", action="append", choices=TRACES, help="only these; repeatable")
     parser.add_argument("--tpot", type=float, action="append", help="seconds; repeatable")
     parser.add_argument("--ttft", type=float, default=2.0, help="seconds")
+    parser.add_argument("--fixed", type=int, action="append", help="batch to compare with; repeatable")
     parser.add_argument("--factor", type=float, action="append", help="of capacity; repeatable")
     args = parser.parse_args()
     names = args.trace or list(TRACES)
     if args.experiment == "batch":
-        batch(args.traces, args.seconds, names, args.tpot or list(TPOT_S))
+        batch(args.traces, args.seconds, names, args.tpot or list(TPOT_S), args.fixed or list(FIXED))
     else:
         tpot_s = (args.tpot or [0.05])[0]
         targets = SchedulingConfig(class_ttft_s=(args.ttft,), class_tpot_s=(tpot_s,))
