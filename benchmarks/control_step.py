@@ -28,9 +28,9 @@ from serving.scheduling.slo_controller import SloController
 from serving.scheduling.step_time import LinearStepTime, StepWork
 
 POLICIES = {
-    "one_class": SchedulingConfig(class_ttft_s=(2.0,), class_tpot_s=(0.05,)),
+    "one_class": SchedulingConfig(class_ttft_s=(2.0,), class_tpot_s=(0.2,)),
     "two_classes": SchedulingConfig(
-        class_names=("interactive", "batch"), class_priorities=(0, 10), class_ttft_s=(2.0, 0.0), class_tpot_s=(0.05, 0)
+        class_names=("interactive", "batch"), class_priorities=(0, 10), class_ttft_s=(2.0, 0.0), class_tpot_s=(0.2, 0.0)
     ),
 }
 
@@ -39,7 +39,7 @@ def measure(num_steps: int, policy: SchedulingConfig) -> dict[str, list[float]]:
     rng = random.Random(0)
     config = SchedulerConfig(
         page_size=16,
-        num_pages=NUM_RUNNING * CONTEXT // 16 + 1,
+        num_pages=NUM_RUNNING * CONTEXT // 8 + 1,
         decode_sizes=(64, NUM_RUNNING),
         max_model_len=CONTEXT,
         prefill_token_buckets=(512, 2048),
@@ -88,7 +88,7 @@ def measure(num_steps: int, policy: SchedulingConfig) -> dict[str, list[float]]:
             times["observe"].append(0.0)
         in_flight = None if schedule is None else (schedule, work)
         times["step"].append(sum(times[name][-1] for name in ("limits", "snapshot", "observe")))
-    assert scheduler.num_running > 0.9 * min(controller.plan.max_num_seqs, NUM_RUNNING)
+    assert scheduler.num_running > 0.9 * min(controller.plan.max_num_seqs, NUM_RUNNING), scheduler.num_running
     return times
 
 

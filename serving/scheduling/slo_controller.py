@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from configs.scheduling import SchedulingConfig
 from serving.request import Request
 from serving.scheduling.admission import LoadSnapshot
@@ -402,26 +404,21 @@ class SloController:
         new_tokens = lengths.mean_prompt_tokens
         if any(load.num_requests):
             new_tokens = sum(load.num_tokens) / sum(load.num_requests)
-        ends = []  # tokens to come and tokens held, the last to end first
-        for request, num_tokens in running:
-            remaining = lengths.remaining_tokens(num_tokens - request.num_prompt_tokens)
-            ends.append((min(remaining, request.max_total_tokens - num_tokens), num_tokens))
-        ends.sort(reverse=True)
-        most = peak = held = 0.0
-        num_more = math.inf
-        new_are_in = False
-        for count, (remaining, num_tokens) in enumerate(ends, start=1):
-            if remaining < new_remaining and not new_are_in:  # newcomers would end before this one
-                new_are_in = True
-                num_more = (pool_tokens - held - (count - 1) * new_remaining) / (new_tokens + new_remaining)
-            held += num_tokens
-            peak = held + count * remaining
-            most = max(most, peak)
-            if new_are_in:
-                num_more = min(num_more, (pool_tokens - peak) / (new_tokens + remaining))
-            elif peak > pool_tokens:
-                num_more = 0.0
-        if not new_are_in:
-            num_more = min(num_more, (pool_tokens - held - len(ends) * new_remaining) / (new_tokens + new_remaining))
-        self._free_kv_tokens = pool_tokens - most
+        tokens = np.array([num_tokens for _, num_tokens in running])
+        outputs = tokens - np.array([len(request.prompt_token_ids) for request, _ in running])
+        most = np.array([request.max_total_tokens for request, _ in running]) - tokens
+        remaining = np.minimum(lengths.remaining_tokens_of(outputs), most)
+        order = np.argsort(-remaining)  # the last to end first
+        remaining, held = remaining[order], np.cumsum(tokens[order])
+        peaks = held + np.arange(1, len(running) + 1) * remaining
+        self._free_kv_tokens = pool_tokens - float(peaks.max())
+        # Newcomers end after the first `place` of them, and add to every peak from their own on.
+        place = int((remaining >= new_remaining).sum())
+        if place and peaks[:place].max() > pool_tokens:
+            return len(running)
+        held_before = float(held[place - 1]) if place else 0.0
+        num_more = (pool_tokens - held_before - place * new_remaining) / (new_tokens + new_remaining)
+        if place < len(running):
+            slack = (pool_tokens - peaks[place:]) / (new_tokens + remaining[place:])
+            num_more = min(num_more, float(slack.min()))
         return len(running) + min(max(math.floor(num_more), 0), MAX_NEW_SEQS)
