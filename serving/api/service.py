@@ -289,8 +289,8 @@ class Service:
             reason = f"the first token would come after {decision.wait_s:.1f} s or more, later than is promised"
             if decision.own_s > decision.limit_s:
                 reason = (
-                    f"the prompt of {num_tokens} tokens would take {decision.own_s:.1f} s beside what runs; "
-                    f"its first token is promised within {decision.limit_s:g} s"
+                    f"{num_tokens} prompt tokens alone take {decision.own_s:.1f} s beside what runs, and the first token "
+                    f"is promised within {decision.limit_s:g} s"
                 )
             raise OverloadedError(
                 reason,
