@@ -225,7 +225,8 @@ def _trace_runs(
 
 def _simulate(run: _Run, step_time: LinearStepTime, host_s: float, *, quiet: bool) -> RunResult:
     simulator = Simulator(Scheduler(run.config), step_time, host_s=host_s)
-    SimulatedControl(simulator, step_time)
+    if run.config.policy.controls_steps or run.config.policy.controls_admission:
+        SimulatedControl(simulator, step_time)
     with tqdm(total=len(run.trace), desc=run.variant, unit="request", disable=quiet or None, leave=False) as bar:
 
         def progress(done: int, total: int) -> None:

@@ -154,7 +154,7 @@ class SloController:
             self._look(decode_s)
         else:
             self._steps_to_look -= 1
-            self._spare_s += decode_s  # a bound: each row that decodes has gained this or more
+            self._spare_s += decode_s  # what each row that decodes has gained at least, where its target is no less
         max_prefill_tokens = self._prefill_tokens(decode_s, now_s)
         self._max_num_seqs = max_num_seqs = max(min(self.plan.max_num_seqs, self._num_that_fit), 1)
         max_background = None

@@ -29,7 +29,7 @@ def wrong_prior(step_time: LinearStepTime) -> LinearStepTime:
 
 class SimulatedControl:
     """Sets the hooks of a new `simulator` as the policy of its scheduler has it: steps under the controller, arrivals
-    under admission control, either or both. Begins with a prior that is wrong."""
+    under admission control, at least one of them. Begins with a prior that is wrong."""
 
     def __init__(self, simulator: Simulator, step_time: LinearStepTime):
         scheduler = simulator.scheduler
@@ -40,8 +40,7 @@ class SimulatedControl:
         self.num_decided, self.decide_s = 0, 0.0  # of the processor
         self._controls_steps = policy.controls_steps
         self._predicted: list[tuple[Request, float]] = []  # waits of those that have no token yet, seconds
-        if self._controls_steps or self.admission is not None:
-            simulator.limits, simulator.observe = self._limits, self.controller.observe
+        simulator.limits, simulator.observe = self._limits, self.controller.observe
         if self.admission is not None:
             simulator.admit = self._admit
 
