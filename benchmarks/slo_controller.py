@@ -13,20 +13,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import time
 from pathlib import Path
 
 import numpy as np
 
 from configs.scheduling import SchedulingConfig
-from serving.request import Request
-from serving.scheduling.admission import AdmissionControl
 from serving.scheduling.config import SchedulerConfig
-from serving.scheduling.online_step_time import OnlineStepTime
 from serving.scheduling.schedule import StepLimits
 from serving.scheduling.scheduler import Scheduler
-from serving.scheduling.slo_controller import SloController
 from serving.scheduling.step_time import LinearStepTime, StepWork
+from serving.simulation.control import SimulatedControl
 from serving.simulation.results import RunResult, Slo
 from serving.simulation.simulator import Simulator
 from serving.simulation.trace import arrivals, read_trace
@@ -35,9 +31,6 @@ TRACES = ("azure2023_conv.csv", "azure2023_code.csv", "mooncake_conversation.jso
 TPOT_S = (0.015, 0.025, 0.05)
 FACTORS = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0)
 FIXED = (4, 8, 16, 32, 64, 96, 128, 256)
-PRIOR = LinearStepTime(
-    base_s=3e-3, decode_row_s=10e-6, decode_kv_token_s=40e-9, prefill_token_s=14e-6, prefill_pair_s=0.6e-9
-)
 
 
 class NoisyStepTime:
@@ -50,8 +43,9 @@ class NoisyStepTime:
         return self._model.predict_s(work) * float(np.exp(self._rng.normal(0.0, 0.03)))
 
 
-def scheduler_config() -> SchedulerConfig:
+def scheduler_config(policy: SchedulingConfig) -> SchedulerConfig:
     return SchedulerConfig(
+        policy=policy,
         page_size=16,
         num_pages=900_000 // 16,
         decode_sizes=(8, 32, 64, 128, 256),
@@ -63,16 +57,13 @@ def scheduler_config() -> SchedulerConfig:
     )
 
 
-def controlled(targets: SchedulingConfig) -> tuple[Simulator, SloController]:
-    simulator = Simulator(Scheduler(scheduler_config()), NoisyStepTime())
-    config = simulator.scheduler.config
-    controller = SloController(simulator.scheduler, targets, OnlineStepTime(PRIOR, config.prefill_token_buckets))
-    simulator.limits, simulator.observe = controller.limits, controller.observe
-    return simulator, controller
+def controlled(policy: SchedulingConfig) -> tuple[Simulator, SimulatedControl]:
+    simulator = Simulator(Scheduler(scheduler_config(policy)), NoisyStepTime())
+    return simulator, SimulatedControl(simulator, LinearStepTime())
 
 
 def fixed(batch: int, budget: int) -> Simulator:
-    simulator = Simulator(Scheduler(scheduler_config()), NoisyStepTime())
+    simulator = Simulator(Scheduler(scheduler_config(SchedulingConfig())), NoisyStepTime())
     limits = StepLimits(max_prefill_tokens=budget, max_num_seqs=batch)
     simulator.limits = lambda now_s: limits
     return simulator
@@ -91,17 +82,17 @@ def good_rate(result: RunResult, tpot_s: float, start_s: float, end_s: float) ->
     return len(good) / (end_s - start_s)
 
 
-def batch(traces: Path, seconds: float, names: list[str], tpots: list[float]) -> None:
+def batch(traces: Path, seconds: float, names: list[str], tpots: list[float], sizes: list[int]) -> None:
     for name in names:
         requests = [dataclasses.replace(r, arrival_s=0.0) for r in read_trace(traces / name)[:6000]]
         requests = [r for r in requests if r.num_prompt_tokens + r.num_output_tokens < 131_072]
         results = {}
-        for size in FIXED:
+        for size in sizes:
             for budget in (512, 1024):
                 results[size, budget] = fixed(size, budget).run(requests, until_s=seconds)
         for tpot_s in tpots:
-            targets = SchedulingConfig(class_tpot_s=(tpot_s,))
-            simulator, controller = controlled(targets)
+            simulator, control = controlled(SchedulingConfig(class_tpot_s=(tpot_s,), admission_control=False))
+            controller = control.controller
             result = simulator.run(requests, until_s=seconds)
             start_s = seconds / 4
             rates = {key: good_rate(value, tpot_s, start_s, seconds) for key, value in results.items()}
@@ -128,55 +119,21 @@ def batch(traces: Path, seconds: float, names: list[str], tpots: list[float]) ->
             print(json.dumps(figures), flush=True)
 
 
-class Admitting:
-    """Admission control as the doors have it."""
-
-    def __init__(self, controller: SloController):
-        self._controller = controller
-        self.control = AdmissionControl(controller.targets)
-        self._waiting: list[tuple[Request, float]] = []
-        self.num_decided, self.decide_s = 0, 0.0
-
-    def limits(self, now_s: float) -> StepLimits:
-        waiting = []
-        for request, predicted_s in self._waiting:
-            if request.first_token_time_s is None:
-                waiting.append((request, predicted_s))
-            else:
-                waited_s = request.first_token_time_s - request.arrival_time_s
-                self.control.learn(request.context.priority, predicted_s, waited_s)
-        self._waiting = waiting
-        limits = self._controller.limits(now_s)
-        self.control.publish(self._controller.snapshot(now_s))
-        return limits
-
-    def admit(self, request: Request, now_s: float) -> float | None:
-        started_s = time.thread_time()
-        decision = self.control.take(request.context.priority, request.num_tokens, now_s)
-        self.decide_s += time.thread_time() - started_s
-        self.num_decided += 1
-        if decision.action == "refuse":
-            return decision.retry_after_s
-        self._waiting.append((request, decision.wait_s + now_s - request.arrival_time_s))
-        return None
-
-
 def overload(traces: Path, seconds: float, names: list[str], factors: list[float], targets: SchedulingConfig) -> None:
     """Poisson arrivals of a trace's requests at `factors` of what the engine sustains, measured first."""
     ttft_s, tpot_s = targets.class_ttft_s[0], targets.class_tpot_s[0]
     for name in names:
         requests = [r for r in read_trace(traces / name) if r.num_prompt_tokens + r.num_output_tokens < 131_072]
-        simulator, controller = controlled(targets)
-        at_once = [dataclasses.replace(r, arrival_s=0.0) for r in requests[:3000]]
-        capacity = good_rate(simulator.run(at_once, until_s=seconds / 2), tpot_s, seconds / 8, seconds / 2)
+        simulator, _ = controlled(dataclasses.replace(targets, admission_control=False))
+        at_once = [dataclasses.replace(r, arrival_s=0.0) for r in (requests * 2)[: int(60 * seconds)]]
+        capacity = good_rate(simulator.run(at_once, until_s=1.5 * seconds), tpot_s, seconds / 2, 1.5 * seconds)
         for factor in factors:
             times_s = arrivals(int(capacity * factor * seconds), capacity * factor)
             offered = [
                 dataclasses.replace(requests[i % len(requests)], arrival_s=time_s) for i, time_s in enumerate(times_s)
             ]
-            simulator, controller = controlled(targets)
-            admitting = Admitting(controller)
-            simulator.limits, simulator.admit = admitting.limits, admitting.admit
+            simulator, control = controlled(targets)
+            assert control.admission is not None
             result = simulator.run(offered)
             start_s = seconds / 4
             taken = [r for r in result.requests if r.refused is None and r.arrival_s >= start_s]
@@ -192,9 +149,9 @@ def overload(traces: Path, seconds: float, names: list[str], factors: list[float
                 "tpot_met": round(sum(r.meets(Slo(tpot_s=tpot_s)) for r in taken) / max(len(taken), 1), 4),
                 "refused": sum(r.refused is not None for r in result.requests),
                 "ttft_p50_p99_s": [round(float(np.percentile([r.ttft_s for r in taken], q)), 3) for q in (50, 99)],
-                "caution": round(admitting.control.caution, 2),
-                "tpot_share": round(controller.tpot_share, 3),
-                "decide_us": round(1e6 * admitting.decide_s / admitting.num_decided, 1),
+                "caution": round(control.admission.caution, 2),
+                "tpot_share": round(control.controller.tpot_share, 3),
+                "decide_us": round(1e6 * control.decide_s / control.num_decided, 1),
                 "preemptions": result.stats.num_preemptions,
                 "wall_s": round(result.wall_s, 1),
             }
@@ -209,11 +166,12 @@ def main() -> None:
     parser.add_argument("--trace", action="append", choices=TRACES, help="only these; repeatable")
     parser.add_argument("--tpot", type=float, action="append", help="seconds; repeatable")
     parser.add_argument("--ttft", type=float, default=2.0, help="seconds")
+    parser.add_argument("--fixed", type=int, action="append", help="batch to compare with; repeatable")
     parser.add_argument("--factor", type=float, action="append", help="of capacity; repeatable")
     args = parser.parse_args()
     names = args.trace or list(TRACES)
     if args.experiment == "batch":
-        batch(args.traces, args.seconds, names, args.tpot or list(TPOT_S))
+        batch(args.traces, args.seconds, names, args.tpot or list(TPOT_S), args.fixed or list(FIXED))
     else:
         tpot_s = (args.tpot or [0.05])[0]
         targets = SchedulingConfig(class_ttft_s=(args.ttft,), class_tpot_s=(tpot_s,))

@@ -305,8 +305,14 @@ class Service:
         else:
             decision = admission.decide(priority, num_tokens, now_s)
         if decision.action == "refuse":
+            reason = f"the first token would come after {decision.wait_s:.1f} s or more, later than is promised"
+            if decision.own_s > decision.limit_s:
+                reason = (
+                    f"{num_tokens} prompt tokens alone take {decision.own_s:.1f} s beside what runs, and the first token "
+                    f"is promised within {decision.limit_s:g} s"
+                )
             raise OverloadedError(
-                f"the first token would come after {decision.wait_s:.1f} s or more, later than is promised",
+                reason,
                 retry_after_s=decision.retry_after_s,
             )
         return decision

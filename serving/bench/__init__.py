@@ -67,8 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("requests_per_s", "of a trace without arrival times, which come at random", type=float)
     add("start_s", "leave out what arrives earlier", type=float)
     add("duration_s", "leave out what arrives so long after --start_s", type=float)
-    add("slo_ttft_ms", "target of the time to first token, for goodput", type=float)
-    add("slo_tpot_ms", "target of the time of each further token, for goodput", type=float)
+    add("slo_ttft_ms", "target of the time to first token, for goodput; without both, the classes' own", type=float)
+    add(
+        "slo_tpot_ms",
+        "target of the time of each further token, for goodput; without both, the classes' own",
+        type=float,
+    )
     add("host_ms", "of the host for each step", type=float)
     add("replay_seed", "of what is drawn", type=int)
     add("json", "JSON lines in place of a table", action="store_const", const=True)

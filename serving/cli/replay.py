@@ -17,12 +17,14 @@ from tqdm import tqdm
 from configs.checks import ConfigError
 from configs.engine import EngineConfig, MeshConfig
 from configs.run import RunConfig
+from configs.scheduling import SchedulingConfig
 from serving.cli.flags import given_fields
 from serving.cli.parser import configs_from
 from serving.scheduling.config import SchedulerConfig
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.step_time import LinearStepTime
 from serving.simulation import plot
+from serving.simulation.control import SimulatedControl
 from serving.simulation.results import RequestResult, RunResult, Slo, Slos, summarise
 from serving.simulation.scenarios import SCENARIOS, scheduler_config
 from serving.simulation.simulator import HOST_S, Simulator
@@ -40,6 +42,13 @@ READ_FIELDS = {
     "num_pages",
     "enable_prefix_caching",
 }
+# Fields of SchedulingConfig that a door reads, and nothing behind it.
+UNREAD_POLICY = {
+    "tenant_requests_per_min",
+    "tenant_tokens_per_min",
+    "default_tenant_requests_per_min",
+    "default_tenant_tokens_per_min",
+}
 TABLE = (
     "variant",
     "group",
@@ -53,7 +62,9 @@ TABLE = (
     "tpot_ms_p99",
     "max_gap_ms_p99",
     "goodput_rps",
+    "good_arrivals_rps",
     "attainment",
+    "admitted_attainment",
     "output_tokens_per_s",
     "hit_rate",
     "preemptions_a_request",
@@ -86,9 +97,9 @@ def run_replay(
         title, group, slos = f"{args.scenario}: {scenario.summary}", scenario.group, scenario.slos
         runs = list(_scenario_runs(args))
     else:
-        slo = Slo(ttft_s=_seconds(args.slo_ttft_ms), tpot_s=_seconds(args.slo_tpot_ms))
-        title, group, slos = " ".join(args.simulate), "", lambda request: slo
         runs = list(_trace_runs(args, reparse))
+        title, slos = " ".join(args.simulate), _slos(args, runs[0].config.policy)
+        group = "priority" if len({request.priority for request in runs[0].trace}) > 1 else ""
     results: dict[str, RunResult] = {}
     rows = []
     for run in runs:
@@ -142,18 +153,43 @@ def _check_read(args: argparse.Namespace) -> None:
             raise ConfigError(f"--load must be above 0, got {factor}")
 
 
+def _slos(args: argparse.Namespace, policy: SchedulingConfig) -> Slos:
+    """Those of --slo_ttft_ms and --slo_tpot_ms; without them, what `policy` has for the class of a request."""
+    if args.slo_ttft_ms is not None or args.slo_tpot_ms is not None:
+        slo = Slo(ttft_s=_seconds(args.slo_ttft_ms), tpot_s=_seconds(args.slo_tpot_ms))
+        return lambda request: slo
+    classes = [
+        Slo(ttft_s=ttft_s or None, tpot_s=tpot_s or None)
+        for ttft_s, tpot_s in zip(policy.class_ttft_s, policy.class_tpot_s, strict=True)
+    ]
+    return lambda request: classes[policy.class_of(request.priority)]
+
+
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
 def _scenario_runs(args: argparse.Namespace) -> Iterator[_Run]:
     scenario = SCENARIOS[args.scenario]
+    for field, value in given_fields(args, SchedulingConfig).items():
+        raise ConfigError(
+            f"SchedulingConfig.{field}={value!r} is for traces: --scenario={args.scenario} has its own policies"
+        )
     engine = dataclasses.replace(scenario.engine, **_read_fields(given_fields(args, EngineConfig)))
     trace = scenario.trace(args.replay_seed)
     for name, variant in scenario.variants.items():
         config = variant.scheduler_config(engine)
         kept = [request for request in trace if variant.keeps is None or variant.keeps(request)]
         yield _Run(name, kept, config, scenario.until_s)
+
+
+def _check_policy(policy: SchedulingConfig) -> None:
+    default = SchedulingConfig()
+    for field in sorted(UNREAD_POLICY):
+        if getattr(policy, field) != getattr(default, field):
+            raise ConfigError(
+                f"SchedulingConfig.{field}={getattr(policy, field)!r}: replay --simulate has no doors that count"
+            )
 
 
 def _read_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -175,11 +211,13 @@ def _trace_runs(
             raise ConfigError(f"--start_s={args.start_s} --duration_s={args.duration_s}: no request arrives then")
     configs = {}
     for text in ("", *(args.compare or ())):
-        engine = configs_from(reparse(shlex.split(text), copy.copy(args))).engine
+        given = configs_from(reparse(shlex.split(text), copy.copy(args)))
+        engine = given.engine
         default = EngineConfig()
         names = [field.name for field in dataclasses.fields(engine)]
         _read_fields({name: getattr(engine, name) for name in names if getattr(engine, name) != getattr(default, name)})
-        configs[text or "base"] = scheduler_config(engine)
+        _check_policy(given.scheduling)
+        configs[text or "base"] = scheduler_config(engine, given.scheduling)
     for factor in args.load or [1.0]:
         for name, config in configs.items():
             yield _Run(name, scale_rate(trace, factor), config)
@@ -187,6 +225,8 @@ def _trace_runs(
 
 def _simulate(run: _Run, step_time: LinearStepTime, host_s: float, *, quiet: bool) -> RunResult:
     simulator = Simulator(Scheduler(run.config), step_time, host_s=host_s)
+    if run.config.policy.controls_steps or run.config.policy.controls_admission:
+        SimulatedControl(simulator, step_time)
     with tqdm(total=len(run.trace), desc=run.variant, unit="request", disable=quiet or None, leave=False) as bar:
 
         def progress(done: int, total: int) -> None:
@@ -203,7 +243,12 @@ def _rows(run: _Run, result: RunResult, group: str, slos: Slos) -> Iterator[dict
     groups = result.groups(lambda request: str(getattr(request, group))) if group else {}
     if len(groups) > 1:
         for name, requests in groups.items():
-            yield {**common, "group": name, **summarise(requests, result.duration_s, slos), **_shares(requests)}
+            yield {
+                **common,
+                "group": name,
+                **summarise(requests, result.duration_s, slos, result.arrivals_s),
+                **_shares(requests),
+            }
 
 
 def _shares(requests: Sequence[RequestResult]) -> dict[str, float]:

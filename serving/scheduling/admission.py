@@ -30,6 +30,7 @@ class LoadSnapshot:
     waiting_tokens: tuple[int, ...]  # by class
     waiting_pairs: tuple[int, ...]  # of their queries and keys, by class: what makes long prompts dear
     prefilling_tokens: int  # to compute of the prompts that have a slot
+    num_running: int
     num_free_slots: int  # of those that may run
     free_kv_tokens: float  # places that those running will not come to need
     prefill_tokens_per_s: float  # now
@@ -47,6 +48,8 @@ class Decision:
 
     action: Literal["accept", "queue", "refuse"]
     wait_s: float
+    limit_s: float = math.inf  # what it must not exceed
+    own_s: float = 0.0  # of `wait_s`, what the prompt itself takes
     retry_after_s: int = 0  # of a refused one: predicted until it would be taken
 
 
@@ -55,25 +58,30 @@ def num_pairs(num_tokens: int) -> int:
     return num_tokens * (num_tokens + 1) // 2
 
 
+def _more_pairs_s(snapshot: LoadSnapshot, num_tokens: int, pairs: int) -> float:
+    return snapshot.pair_s * max(pairs - num_tokens * snapshot.pairs_a_token, 0.0)
+
+
+def own_prefill_s(snapshot: LoadSnapshot, num_tokens: int) -> float:
+    """Seconds that a prompt of `num_tokens` takes once it is its turn."""
+    prefill_s = num_tokens / snapshot.prefill_tokens_per_s + _more_pairs_s(snapshot, num_tokens, num_pairs(num_tokens))
+    return prefill_s + 2 * snapshot.step_s  # one in flight, and the last of its own
+
+
 def predicted_wait_s(
     snapshot: LoadSnapshot, num_tokens: int, num_ahead: int, tokens_ahead: int, pairs_ahead: int = 0
 ) -> float:
     """Seconds to the first token of a prompt of `num_tokens`, with so many requests and their tokens to go before it:
     what takes longest of computing them, of slots and of pages to come free, and then its own prefill."""
-
-    def more_pairs_s(tokens: int, pairs: int) -> float:
-        return snapshot.pair_s * max(pairs - tokens * snapshot.pairs_a_token, 0.0)
-
-    own_s = num_tokens / snapshot.prefill_tokens_per_s + more_pairs_s(num_tokens, num_pairs(num_tokens))
     prefill_s = (snapshot.prefilling_tokens + tokens_ahead) / snapshot.full_prefill_tokens_per_s
-    prefill_s += more_pairs_s(tokens_ahead, pairs_ahead)
+    prefill_s += _more_pairs_s(snapshot, tokens_ahead, pairs_ahead)
     num_missing = num_ahead + 1 - snapshot.num_free_slots
     slots_s = num_missing / snapshot.ends_per_s if num_missing > 0 else 0.0
     missing_tokens = tokens_ahead + num_tokens - snapshot.free_kv_tokens
     pages_s = 0.0
     if missing_tokens > 0:
         pages_s = missing_tokens / (snapshot.ends_per_s * max(snapshot.ended_kv_tokens, 1.0))
-    return max(prefill_s, slots_s, pages_s) + own_s + 2 * snapshot.step_s  # one in flight, and the last of its own
+    return max(prefill_s, slots_s, pages_s) + own_prefill_s(snapshot, num_tokens)
 
 
 class AdmissionControl:
@@ -106,11 +114,19 @@ class AdmissionControl:
                 tokens_ahead += tokens
                 pairs_ahead += num_pairs(tokens)
         wait_s = predicted_wait_s(snapshot, num_tokens, num_ahead + num_requests - 1, tokens_ahead, pairs_ahead)
-        excess_s = self.caution * wait_s - MARGIN * self._limit_s(class_index)
-        # With nobody ahead the prompt itself takes too long: refusing it would not help it later.
-        if excess_s > 0 and (num_ahead or snapshot.num_free_slots < num_requests):
-            return Decision(action="refuse", wait_s=wait_s, retry_after_s=min(max(math.ceil(excess_s), 1), MAX_RETRY_S))
-        return Decision(action="queue" if num_ahead else "accept", wait_s=wait_s)
+        limit_s = self._limit_s(class_index)
+        excess_s = self.caution * wait_s - MARGIN * limit_s
+        # An idle engine takes what it is given: nothing would be better later.
+        is_idle = not num_ahead and not snapshot.num_running
+        if excess_s > 0 and not is_idle:
+            return Decision(
+                action="refuse",
+                wait_s=wait_s,
+                limit_s=limit_s,
+                own_s=own_prefill_s(snapshot, num_tokens),
+                retry_after_s=min(max(math.ceil(excess_s), 1), MAX_RETRY_S),
+            )
+        return Decision(action="queue" if num_ahead else "accept", wait_s=wait_s, limit_s=limit_s)
 
     def take(self, priority: int, num_tokens: int, now_s: float, *, num_requests: int = 1) -> Decision:
         """`decide`, and unless it refuses count the request as one that later ones wait behind."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 from collections import deque
 
+import numpy as np
+
 NUM_RECENT = 512  # finished requests that lengths are known of
 SORT_EVERY = 32  # finished requests
 FORGET = 1 - 1 / 128  # what a finished request leaves of the weight of those before it
@@ -70,6 +72,14 @@ class LengthStats:
         if num_longer < 4:  # longer than nearly all: nothing is known but that it goes on
             return self.mean_output_tokens
         return self._suffix[index] / num_longer - num_output_tokens
+
+    def remaining_tokens_of(self, num_output_tokens: np.ndarray) -> np.ndarray:
+        """`remaining_tokens` of each."""
+        lengths = np.array(self._sorted, np.int64)
+        index = np.searchsorted(lengths, num_output_tokens, side="right")
+        num_longer = len(lengths) - index
+        means = np.array(self._suffix, np.float64)[index] / np.maximum(num_longer, 1) - num_output_tokens
+        return np.where(num_longer < 4, self.mean_output_tokens, means)
 
     def output_quantile(self, share: float) -> int:
         """So many output tokens, or fewer, had this share of the requests of late."""

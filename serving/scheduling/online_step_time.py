@@ -45,14 +45,14 @@ class OnlineStepTime:
         slot_s = marginal(num_decode_slots=1)
         if slot_s <= 1e-12:
             slot_s = passes_s[0] / 1024
-        self._prior_costs = np.array(
-            [*passes_s, slot_s, marginal(decode_kv_tokens=1), marginal(prefill_kv_pairs=1)], np.float64
-        )
+        self._prior_costs = [*passes_s, slot_s, marginal(decode_kv_tokens=1), marginal(prefill_kv_pairs=1)]
         size = len(self._prior_costs)
         self._matrix = np.zeros((size, size))
         self._vector = np.zeros(size)
         self._scale = 1.0  # of all steps together, on the prior
-        self._costs = self._prior_costs.tolist()
+        self._costs = list(self._prior_costs)
+        self._rows: list[list[float]] = []  # that are not in the matrix yet, as shares of the step's time, weighted
+        self._roots: list[float] = []  # of their weights
         self._median_error = 0.3
         self._drift: list[float] = []  # log errors of the newest steps, all of one sign
         self.num_steps = 0
@@ -78,6 +78,11 @@ class OnlineStepTime:
         seconds = costs[column] * num_steps + costs[-3] * num_slots + costs[-2] * num_keys + costs[-1] * num_pairs
         return max(seconds, MIN_S)
 
+    def pass_s(self, bucket: int, num_slots: float, num_keys: float, num_pairs: float) -> float:
+        """`predict_s` of one forward pass, whose counts may be means."""
+        costs, column = self._costs, self._columns[bucket]
+        return max(costs[column] + costs[-3] * num_slots + costs[-2] * num_keys + costs[-1] * num_pairs, MIN_S)
+
     def observe(self, work: StepWork, duration_s: float) -> None:
         """A dispatch of this work took so long. Durations that are not above 0 are passed over."""
         if not 0 < duration_s < math.inf:
@@ -92,22 +97,29 @@ class OnlineStepTime:
         self._median_error *= MEDIAN_STEP if error > self._median_error else 1 / MEDIAN_STEP
         self._median_error = min(max(self._median_error, 1e-3), 10.0)
         column, num_steps, num_slots, num_keys, num_pairs = self._counts(work)
-        row = np.zeros(len(self._prior_costs))
-        row[column], row[-3], row[-2], row[-1] = num_steps, num_slots, num_keys, num_pairs
-        row *= self._prior_costs
-        prior_s = row.sum()
-        log_ratio = math.log(duration_s / prior_s / self._scale)
+        costs = self._prior_costs
+        row = [0.0] * len(costs)
+        row[column] = costs[column] * num_steps
+        row[-3], row[-2], row[-1] = costs[-3] * num_slots, costs[-2] * num_keys, costs[-1] * num_pairs
+        log_ratio = math.log(duration_s / sum(row) / self._scale)
         rate = max(1 / (self.num_steps + 1), 0.01)
         self._scale *= math.exp(rate * min(max(log_ratio, -tolerance), tolerance))
-        row /= duration_s
-        forget = 1 - 1 / MEMORY_STEPS
-        self._matrix *= forget
-        self._vector *= forget
-        self._matrix += weight * np.outer(row, row)
-        self._vector += weight * row
+        factor = math.sqrt(weight) / duration_s
+        self._rows.append([factor * seconds for seconds in row])
+        self._roots.append(math.sqrt(weight))
         self.num_steps += 1
         if self.num_steps <= 64 or self.num_steps % SOLVE_EVERY == 0:
+            self._take_in()
             self._solve()
+
+    def _take_in(self) -> None:
+        """Add the newest steps to the normal equations."""
+        forget = (1 - 1 / MEMORY_STEPS) ** len(self._rows)
+        rows = np.array(self._rows)
+        self._matrix = forget * self._matrix + rows.T @ rows
+        self._vector = forget * self._vector + rows.T @ np.array(self._roots)
+        self._rows.clear()
+        self._roots.clear()
 
     def _follow_drift(self, error: float) -> None:
         if self._drift and (error > 0) != (self._drift[-1] > 0):
@@ -118,6 +130,7 @@ class OnlineStepTime:
         shift = sorted(self._drift)[DRIFT_STEPS // 2]
         self._drift.clear()
         if abs(shift) > DRIFT:
+            self._take_in()
             ratio = math.exp(shift)
             self._scale *= ratio
             self._matrix /= ratio**2
@@ -137,4 +150,4 @@ class OnlineStepTime:
                 factors[free] = found
                 break
             free = free[found >= 0]
-        self._costs = (factors * self._prior_costs).tolist()
+        self._costs = (factors * np.array(self._prior_costs)).tolist()

@@ -47,7 +47,7 @@ from serving.scheduling.schedule import (
 )
 from serving.scheduling.swap import HostCopy, HostPool
 from serving.scheduling.tenants import KvBudgets
-from serving.scheduling.waiting_queue import Entry, Order, WaitingQueue
+from serving.scheduling.waiting_queue import Entry, Order, WaitingLoad, WaitingQueue
 
 MAX_IDLE_SHARE = 1 / 16  # of the slot steps of a dispatch, while a request waits
 MAX_NEW_PREFIX_WAITS = 64  # in a step: finding out whether to wait takes hashes of the whole prompt
@@ -200,6 +200,7 @@ class Scheduler:
         self._num_running_of_class = [0] * len(config.policy.class_names)
         self._budgets = KvBudgets(config.policy)
         self._expired: list[Request] = []  # for `take_expired`
+        self.ended: list[Request] | None = None  # since the controller last emptied it; None: there is none
         self._now_s = 0.0  # of the last schedule()
         self._num_new_prefix_waits = 0  # in this schedule()
         self._max_num_seqs = config.max_num_seqs  # of the last schedule(): those that may run, by its limits
@@ -231,17 +232,22 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens, prompt and output, that waiting requests have: what is to be computed less prefix hits."""
-        return sum(entry.item.request.num_tokens for entry in self._waiting)
+        return sum(self._waiting.load.num_tokens)
 
     @property
-    def waiting_requests(self) -> list[Request]:
-        """Those that wait, in order of arrival."""
-        return [entry.item.request for entry in self._waiting]
+    def waiting_load(self) -> WaitingLoad:
+        """The same by class; not to be changed."""
+        return self._waiting.load
 
     @property
     def running_requests(self) -> list[tuple[Request, int]]:
         """Each with the tokens, prompt and output, that it has once the steps in flight are read."""
         return [(s.request, s.num_future_tokens) for s in self._running]
+
+    @property
+    def prefilling_requests(self) -> list[Request]:
+        """Those that run and have known tokens to be dispatched."""
+        return [s.request for s in self._running if not s.is_decoding]
 
     @property
     def num_unused_page_tokens(self) -> int:
@@ -1231,6 +1237,8 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
         request.error = error
+        if self.ended is not None:
+            self.ended.append(request)
         children = self._sequences[request.request_id]
         del children[request.child_index], self._sequence_of[id(request)]
         del sequence.entry  # the two name each other: the prompt would stay until the garbage collector finds them

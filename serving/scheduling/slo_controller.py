@@ -12,9 +12,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from configs.scheduling import SchedulingConfig
 from serving.request import Request
-from serving.scheduling.admission import LoadSnapshot, num_pairs
+from serving.scheduling.admission import LoadSnapshot
 from serving.scheduling.lengths import LengthStats
 from serving.scheduling.online_step_time import OnlineStepTime
 from serving.scheduling.schedule import StepLimits
@@ -22,6 +24,7 @@ from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.step_time import StepWork
 
 REPLAN_STEPS = 16  # steps for which the running batch is decided
+ROWS_A_STEP = 64  # of those that run, that a step can afford to look at
 DEBT_SHARE = 0.05  # of requests may end before they have made good what they lent
 TPOT_ATTAINMENT = 0.97  # of requests: the target is held lower while fewer meet it
 LEARNING = 0.01  # of the target, for a request that missed it
@@ -31,6 +34,7 @@ MAX_RISE = 1.15  # of the batch from one decision to the next
 BATCH_STEP = 1.15  # between the batches that are compared
 STAYING = 1.02  # how much better another batch must be
 TIE = 1.005  # between rates that count as equal
+MAX_NEW_SEQS = 8  # that a look at the pages lets in, once they are scarce: the next knows more
 RATE_S = 3.0  # in which rates forget
 LEAST_PREFILL = 0.1  # of steps carry prompts, however tight the target
 FILLING = 0.85  # of the batch: below it, prompts come in as fast as targets allow, above it at the least cost
@@ -67,8 +71,16 @@ class SloController:
             full_prefill_tokens_per_s=math.inf,
             requests_per_s=math.inf,
         )
-        self._running: list[Request] = []
-        self._waiting: list[Request] = []  # in the order of admission
+        scheduler.ended = []
+        self._ended = scheduler.ended
+        self._steps_to_look = 0
+        self._classes: set[int] = set()  # of those that ran at the last look
+        self._spare_s = math.inf  # until when the next step may last
+        self._num_that_fit = config.max_num_seqs
+        self._num_prefilling_tokens = 0  # to be dispatched of prompts that have a slot
+        self._num_rows = 0  # that decode in the next step
+        self._step_times: dict[tuple[int, int], float] = {}  # predicted since the last plan, by rows and bucket
+        self._num_slots: dict[tuple[int, int], int] = {}  # of the program, by rows and bucket
         self._max_num_seqs = config.max_num_seqs
         self._free_kv_tokens = math.inf  # that those running will not come to need
         self._num_output_tokens = scheduler.stats.num_output_tokens
@@ -79,7 +91,8 @@ class SloController:
         self._horizon = 1
         self._tokens_per_s = 0.0  # output, of late
         self._counted_s: float | None = None
-        self._num_interactive = 0.0  # running of late, with a target
+        self._num_interactive = 0  # running, with a target
+        self._mean_interactive = 0.0  # of late
 
     # Observations
 
@@ -102,14 +115,15 @@ class SloController:
         self._counted_s = now_s
         self.lengths.sampled(num_output_tokens - self._num_output_tokens)
         self._num_output_tokens = num_output_tokens
-        for request in self._running:
-            if request.is_finished:
+        for request in self._ended:
+            if request.num_computed_tokens or request.num_output_tokens:
                 self.lengths.ended(
                     request.num_prompt_tokens,
                     request.num_prompt_tokens - request.num_cached_tokens,
                     request.num_output_tokens,
                 )
                 self._learn_share(request)
+        self._ended.clear()
 
     def _learn_share(self, request: Request) -> None:
         target_s = self.targets.class_tpot_s[self.targets.class_of(request.context.priority)]
@@ -123,41 +137,58 @@ class SloController:
 
     def limits(self, now_s: float) -> StepLimits:
         self._count_ended(now_s)
-        scheduler = self.scheduler
-        running = scheduler.running_requests
-        self._running = [request for request, _ in running]
-        self._waiting = scheduler.waiting_requests
-        target_s = self._target_s([*self._running, *self._waiting])
+        scheduler, targets = self.scheduler, self.targets
         if self._steps_to_plan <= 0:
             self._steps_to_plan = REPLAN_STEPS
             self._horizon = max(self.lengths.output_quantile(DEBT_SHARE), 1)
+            self._step_times.clear()
             # Whoever runs now, the batch leaves room for the class with the tightest target.
-            self.plan = self._make_plan(self._tightest_s(self.targets.class_tpot_s))
+            self.plan = self._make_plan(self._tightest_s(targets.class_tpot_s))
         self._steps_to_plan -= 1
-        max_prefill_tokens = self._prefill_tokens(running, target_s, now_s)
-        max_num_seqs = max(min(self.plan.max_num_seqs, self._num_that_fit(running)), 1)
-        background = self.targets.background_priority
+        prompts = scheduler.prefilling_requests
+        self._num_prefilling_tokens = sum(request.num_tokens - request.num_computed_tokens for request in prompts)
+        self._num_rows = scheduler.num_running - len(prompts)
+        decode_s = self._step_s(self._num_rows, 0) if self._num_rows else 0.0
+        if self._steps_to_look <= 0:
+            self._steps_to_look = scheduler.num_running // ROWS_A_STEP
+            self._look(decode_s)
+        else:
+            self._steps_to_look -= 1
+            self._spare_s += decode_s  # what each row that decodes has gained at least, where its target is no less
+        max_prefill_tokens = self._prefill_tokens(decode_s, now_s)
+        self._max_num_seqs = max_num_seqs = max(min(self.plan.max_num_seqs, self._num_that_fit), 1)
         max_background = None
-        if background is not None:
-            num_interactive = sum(request.context.priority < background for request in self._running)
-            self._num_interactive += (num_interactive - self._num_interactive) * 0.01
-            reserve = max(num_interactive, self._num_interactive + 2 * math.sqrt(self._num_interactive))
+        if targets.background_priority is not None:
+            self._mean_interactive += (self._num_interactive - self._mean_interactive) * 0.01
+            reserve = max(self._num_interactive, self._mean_interactive + 2 * math.sqrt(self._mean_interactive))
             max_background = max(max_num_seqs - math.ceil(reserve), 0)
-        self._max_num_seqs = max_num_seqs
         return StepLimits(
             max_prefill_tokens=max_prefill_tokens,
             max_num_seqs=max_num_seqs,
             max_background_seqs=max_background,
-            background_priority=background or 0,
+            background_priority=targets.background_priority or 0,
         )
 
-    def _target_s(self, requests: Iterable[Request]) -> float:
-        """The tightest TPOT of these requests; 0: none has one."""
-        targets = self.targets
-        if len(targets.class_tpot_s) == 1:
-            return self._tightest_s(targets.class_tpot_s)
-        priorities = {request.context.priority for request in requests}
-        return self._tightest_s(targets.class_tpot_s[targets.class_of(priority)] for priority in priorities)
+    def _look(self, decode_s: float) -> None:
+        """Pass over all that runs."""
+        targets, running = self.targets, self.scheduler.running_requests
+        if len(targets.class_names) > 1:
+            background = targets.background_priority
+            priorities = [request.context.priority for request, _ in running]
+            self._classes = {targets.class_of(priority) for priority in set(priorities)}
+            if background is not None:
+                self._num_interactive = sum(priority < background for priority in priorities)
+        self._spare_s = self._find_spare_s(running, decode_s)
+        self._num_that_fit = self._find_num_that_fit(running)
+
+    @property
+    def _target_s(self) -> float:
+        """The tightest TPOT of those that run and wait; 0: none has one."""
+        targets_s = self.targets.class_tpot_s
+        if len(targets_s) > 1:
+            num_waiting = self.scheduler.waiting_load.num_requests
+            targets_s = tuple(s for i, s in enumerate(targets_s) if num_waiting[i] or i in self._classes)
+        return self._tightest_s(targets_s)
 
     def _tightest_s(self, targets_s: Iterable[float]) -> float:
         """What is aimed at for the tightest of these targets, 0 those that are none. Never below `_least_s`."""
@@ -166,46 +197,43 @@ class SloController:
 
     def _least_s(self) -> float:
         """Mean step of one row that decodes while prompts come in slowly. A target below it would stop them for ever."""
-        decode_s = self.step_time.predict_s(self._work(1, 0))
-        mixed_s = self.step_time.predict_s(self._work(1, self.scheduler.config.prefill_token_buckets[0]))
+        decode_s = self._step_s(1, 0)
+        mixed_s = self._step_s(1, self.scheduler.config.prefill_token_buckets[0])
         return decode_s + LEAST_PREFILL * max(mixed_s - decode_s, 0.0)
 
-    def _work(self, num_rows: int, bucket: int) -> StepWork:
-        """A step of so many rows of the usual context, beside a full bucket."""
-        num_slots = self.scheduler.config.decode_size(num_rows, bucket) if num_rows else 0
-        return StepWork(
-            num_decode_slots=num_slots,
-            num_decode_rows=num_rows,
-            decode_kv_tokens=round(num_rows * self._mean_keys),
-            prefill_bucket=bucket,
-            num_prefill_tokens=bucket,
-            prefill_kv_pairs=round(bucket * self._pairs_a_token),
-        )
+    def _step_s(self, num_rows: int, bucket: int) -> float:
+        """Of a step of so many rows of the usual context, beside a full bucket. As of the last plan."""
+        key = num_rows, bucket
+        seconds = self._step_times.get(key)
+        if seconds is None:
+            num_slots = self._num_slots.get(key)
+            if num_slots is None:
+                num_slots = self.scheduler.config.decode_size(num_rows, bucket) if num_rows else 0
+                self._num_slots[key] = num_slots
+            num_keys, num_pairs = num_rows * self._mean_keys, bucket * self._pairs_a_token
+            seconds = self.step_time.pass_s(bucket, num_slots, num_keys, num_pairs)
+            self._step_times[key] = seconds
+        return seconds
 
-    def _prefill_tokens(self, running: list[tuple[Request, int]], target_s: float, now_s: float) -> int:
+    def _prefill_tokens(self, decode_s: float, now_s: float) -> int:
         """The largest bucket with which every running request can still meet its target, by prediction; 0: none."""
         buckets = self.scheduler.config.prefill_token_buckets
-        num_rows = sum(request.first_token_time_s is not None for request, _ in running)
-        has_prompts = bool(self._waiting) or any(
-            request.num_computed_tokens < request.num_tokens for request in self._running
-        )
-        decode_s = self.step_time.predict_s(self._work(num_rows, 0)) if num_rows else 0.0
-        if not num_rows or not target_s:
-            allowed_s = math.inf
-        else:
-            allowed_s = self._allowed_s(running, decode_s, now_s)
+        num_rows, target_s = self._num_rows, self._target_s
+        has_prompts = bool(self._num_prefilling_tokens or self.scheduler.num_waiting)
+        is_bound = bool(num_rows and target_s)
+        allowed_s = self._spare_s - (now_s + self._pending_s) if is_bound else math.inf
         bucket, step_s = 0, decode_s
         if has_prompts:
             # A batch that is far from full has prompts come in fast; one that is full has them at the least cost.
             largest = self.plan.prefill_bucket
-            if not num_rows or not target_s:
+            if not is_bound:
                 largest = buckets[-1]
-            elif len(running) < FILLING * self.plan.num_busy:
+            elif self.scheduler.num_running < FILLING * self.plan.num_busy:
                 largest = self._fastest_bucket(num_rows, target_s)
             for size in buckets:
                 if size > largest:
                     break
-                with_bucket_s = self.step_time.predict_s(self._work(num_rows, size))
+                with_bucket_s = self._step_s(num_rows, size)
                 if with_bucket_s > allowed_s:
                     break
                 bucket, step_s = size, with_bucket_s
@@ -221,19 +249,20 @@ class SloController:
         }
         return max(bucket for bucket, rate in rates.items() if rate >= max(rates.values()) / TIE)
 
-    def _allowed_s(self, running: list[tuple[Request, int]], decode_s: float, now_s: float) -> float:
-        """What the next step may take, so that every request meets its target by its horizon.
+    def _find_spare_s(self, running: list[tuple[Request, int]], decode_s: float) -> float:
+        """Until when the next step may last, so that every request meets its target by its horizon.
 
         After the step in flight a request has had m tokens in t seconds; k more bring it to the horizon, or to the
         next token where it is beyond it. The next step and k - 1 that only decode must end by (m + k - 1) targets.
         """
         targets, horizon = self.targets, self._horizon
-        end_s = now_s + self._pending_s
         target_of = [self._tightest_s((target_s,)) for target_s in targets.class_tpot_s]
         target_s = target_of[0]
         is_single = len(target_of) == 1
-        allowed_s = math.inf
-        for request, num_future_tokens in running:  # once a step for each: kept short
+        least_s = math.inf
+        if is_single and not target_s:
+            return least_s
+        for request, num_future_tokens in running:  # kept short
             first_s = request.first_token_time_s
             if first_s is None:
                 continue
@@ -245,40 +274,28 @@ class SloController:
             spare_s = target_s * num_tokens + first_s
             if num_tokens + 1 < horizon:
                 spare_s += (horizon - num_tokens - 1) * (target_s - decode_s)
-            if spare_s < allowed_s:
-                allowed_s = spare_s
-        return allowed_s - end_s
+            if spare_s < least_s:
+                least_s = spare_s
+        return least_s
 
     # What others are told
 
     def snapshot(self, now_s: float) -> LoadSnapshot:
         """For admission, as of the last `limits`."""
-        targets, plan, lengths = self.targets, self.plan, self.lengths
-        num_waiting = [0] * len(targets.class_names)
-        tokens = [0] * len(targets.class_names)
-        pairs = [0] * len(targets.class_names)
-        index, is_single = 0, len(num_waiting) == 1
-        for request in self._waiting:
-            if not is_single:
-                index = targets.class_of(request.context.priority)
-            num_tokens = request.num_tokens
-            num_waiting[index] += 1
-            tokens[index] += num_tokens
-            pairs[index] += num_pairs(num_tokens)
+        plan, lengths = self.plan, self.lengths
+        load, num_running = self.scheduler.waiting_load, self.scheduler.num_running
         rate = plan.full_prefill_tokens_per_s
-        if not self._waiting and len(self._running) < FILLING * plan.num_busy:
-            num_rows = sum(request.num_output_tokens > 0 for request in self._running)
+        if not self.scheduler.num_waiting and num_running < FILLING * plan.num_busy:
             buckets = self.scheduler.config.prefill_token_buckets
-            rate = max(rate, self._prefill_rate(num_rows, buckets, self._target_s(self._running)))
+            rate = max(rate, self._prefill_rate(self._num_rows, buckets, self._target_s))
         return LoadSnapshot(
             time_s=now_s,
-            waiting_requests=tuple(num_waiting),
-            waiting_tokens=tuple(tokens),
-            waiting_pairs=tuple(pairs),
-            prefilling_tokens=sum(
-                r.num_tokens - r.num_computed_tokens for r in self._running if not r.num_output_tokens
-            ),
-            num_free_slots=max(self._max_num_seqs - len(self._running), 0),
+            waiting_requests=tuple(load.num_requests),
+            waiting_tokens=tuple(load.num_tokens),
+            waiting_pairs=tuple(load.num_pairs),
+            prefilling_tokens=self._num_prefilling_tokens,
+            num_running=num_running,
+            num_free_slots=max(self._max_num_seqs - num_running, 0),
             free_kv_tokens=self._free_kv_tokens,
             prefill_tokens_per_s=max(rate, 1e-9),
             full_prefill_tokens_per_s=max(plan.full_prefill_tokens_per_s, 1e-9),
@@ -354,59 +371,54 @@ class SloController:
         num_busy = min(float(num_rows), bucket / prompts_a_row) if prompts_a_row else float(num_rows)
         share = num_busy * prompts_a_row / bucket
         rows = max(math.ceil(num_busy), 1)
-        decode_s = self.step_time.predict_s(self._work(rows, 0))
-        return num_busy, decode_s + share * (self.step_time.predict_s(self._work(rows, bucket)) - decode_s)
+        decode_s = self._step_s(rows, 0)
+        return num_busy, decode_s + share * (self._step_s(rows, bucket) - decode_s)
 
     def _prefill_rate(self, num_rows: int, buckets: Iterable[int], target_s: float) -> float:
         """Prompt tokens a second beside so many rows, with the best of the buckets, in steps that meet the target on
         average."""
-        decode_s = self.step_time.predict_s(self._work(num_rows, 0)) if num_rows else 0.0
+        decode_s = self._step_s(num_rows, 0) if num_rows else 0.0
         best = 0.0
         for bucket in buckets:
-            mixed_s = self.step_time.predict_s(self._work(num_rows, bucket))
+            mixed_s = self._step_s(num_rows, bucket)
             share = 1.0
             if num_rows and target_s and mixed_s > target_s:
                 share = max(target_s - decode_s, 0.0) / (mixed_s - decode_s)
             best = max(best, share * bucket / (share * mixed_s + (1 - share) * decode_s))
         return best
 
-    def _num_that_fit(self, running: list[tuple[Request, int]]) -> int:
+    def _find_num_that_fit(self, running: list[tuple[Request, int]]) -> int:
         """Sequences that may run so that pages last, by expectation, until they end.
 
         The most tokens that those running come to hold is found as in Gong et al. 2025 (Past-Future scheduler):
         at the end of each, in order of the ends, those left have grown by as many tokens as it had to go.
         """
-        config = self.scheduler.config
+        config, lengths = self.scheduler.config, self.lengths
         pool_tokens = POOL_SHARE * (config.num_pages - 1) * config.page_size
-        lengths = self.lengths
-        new_tokens = max(lengths.mean_prompt_tokens, 1.0)
-        if self._waiting:
-            new_tokens = max(self._waiting[0].num_tokens, 1.0)
         new_remaining = lengths.remaining_tokens(0)
         held_tokens = sum(num_tokens for _, num_tokens in running)
         self._free_kv_tokens = pool_tokens - held_tokens - len(running) * new_remaining
         if not running or self._free_kv_tokens > 0.5 * pool_tokens:
             return config.max_num_seqs
-        ends: list[tuple[float, float]] = []
-        for request, num_tokens in running:
-            remaining = lengths.remaining_tokens(num_tokens - request.num_prompt_tokens)
-            ends.append((min(remaining, request.max_total_tokens - num_tokens), num_tokens))
-        self._free_kv_tokens = pool_tokens - _peak_tokens(ends)
-        num_fit = 0
-        while len(running) + num_fit < config.max_num_seqs:
-            ends.append((new_remaining, new_tokens))
-            if _peak_tokens(ends) > pool_tokens:
-                break
-            num_fit += 1
-            if num_fit >= 8:  # as many as one step admits; the next decides anew
-                break
-        return len(running) + num_fit
-
-
-def _peak_tokens(ends: list[tuple[float, float]]) -> float:
-    """The most tokens held at once by sequences of (tokens to come, tokens held), of which nobody follows them."""
-    peak = held = 0.0
-    for count, (remaining, num_tokens) in enumerate(sorted(ends, key=lambda end: -end[0]), start=1):
-        held += num_tokens
-        peak = max(peak, held + count * remaining)
-    return peak
+        load = self.scheduler.waiting_load
+        new_tokens = lengths.mean_prompt_tokens
+        if any(load.num_requests):
+            new_tokens = sum(load.num_tokens) / sum(load.num_requests)
+        tokens = np.array([num_tokens for _, num_tokens in running])
+        outputs = tokens - np.array([len(request.prompt_token_ids) for request, _ in running])
+        most = np.array([request.max_total_tokens for request, _ in running]) - tokens
+        remaining = np.minimum(lengths.remaining_tokens_of(outputs), most)
+        order = np.argsort(-remaining)  # the last to end first
+        remaining, held = remaining[order], np.cumsum(tokens[order])
+        peaks = held + np.arange(1, len(running) + 1) * remaining
+        self._free_kv_tokens = pool_tokens - float(peaks.max())
+        # Newcomers end after the first `place` of them, and add to every peak from their own on.
+        place = int((remaining >= new_remaining).sum())
+        if place and peaks[:place].max() > pool_tokens:
+            return len(running)
+        held_before = float(held[place - 1]) if place else 0.0
+        num_more = (pool_tokens - held_before - place * new_remaining) / (new_tokens + new_remaining)
+        if place < len(running):
+            slack = (pool_tokens - peaks[place:]) / (new_tokens + remaining[place:])
+            num_more = min(num_more, float(slack.min()))
+        return len(running) + min(max(math.floor(num_more), 0), MAX_NEW_SEQS)

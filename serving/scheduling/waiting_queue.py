@@ -117,11 +117,22 @@ class _ClassQueue[Item]:
         self._num_kept = max(64, len(self.tenants))
 
 
+@dataclass(slots=True)
+class WaitingLoad:
+    """What waits, placed before or not, by the class of its own priority."""
+
+    num_requests: list[int]
+    num_tokens: list[int]  # to compute at most
+    num_pairs: list[int]  # of their queries and keys
+
+
 class WaitingQueue[Item]:
     """Entries that wait, in the order in which they are to be placed. Times are of one clock, in seconds."""
 
     def __init__(self, config: SchedulingConfig):
         self._config = config
+        num_classes = len(config.class_names)
+        self.load = WaitingLoad([0] * num_classes, [0] * num_classes, [0] * num_classes)
         self._classes: list[_ClassQueue[Item]] = [_ClassQueue() for _ in config.class_names]
         self._entries: dict[Order, Entry[Item]] = {}  # by order of arrival
         self._parked: dict[Order, Entry[Item]] = {}  # by order of arrival
@@ -174,11 +185,21 @@ class WaitingQueue[Item]:
         entry.is_long = 0 < long_tokens < num_tokens
         self._entries[entry.order] = entry
         self._insert(entry, now_s)
+        self._count(entry, 1)
+
+    def _count(self, entry: Entry[Item], sign: int) -> None:
+        index, num_tokens, load = entry.base_class, entry.num_tokens, self.load
+        load.num_requests[index] += sign
+        load.num_tokens[index] += sign * num_tokens
+        load.num_pairs[index] += sign * (num_tokens * (num_tokens + 1) // 2)
 
     def remove(self, entry: Entry[Item]) -> None:
         """It is placed, or has ended."""
-        if self._parked.pop(entry.order, None) is not None:
-            return
+        self._count(entry, -1)
+        if self._parked.pop(entry.order, None) is None:
+            self._take_off(entry)
+
+    def _take_off(self, entry: Entry[Item]) -> None:
         assert entry.key is not None
         entry.key = None
         del self._entries[entry.order]
@@ -188,7 +209,7 @@ class WaitingQueue[Item]:
 
     def park(self, entry: Entry[Item]) -> None:
         """Let an entry wait without being placed, ageing or expiring, until `unpark`: for a moment."""
-        self.remove(entry)
+        self._take_off(entry)
         self._parked[entry.order] = entry
 
     def unpark(self, entry: Entry[Item], now_s: float) -> None:
@@ -271,6 +292,9 @@ class WaitingQueue[Item]:
         for order, entry in self._entries.items():
             assert entry.order == order and entry.key is not None
         assert all(entry.key is None for entry in self._parked.values())
+        for index in range(len(self._classes)):
+            tokens = [entry.num_tokens for entry in self if entry.base_class == index]
+            assert self.load.num_requests[index] == len(tokens) and self.load.num_tokens[index] == sum(tokens)
         found = [
             entry
             for queue in self._classes

@@ -10,7 +10,7 @@ from typing import Any
 type Rows = Sequence[Mapping[str, Any]]  # each of a run: `variant`, `offered_rps` and its summary
 
 PANELS = (
-    ("goodput_rps", "requests/s within their targets"),
+    ("good_arrivals_rps", "requests/s that came and were answered within their targets"),
     ("ttft_ms_p99", "TTFT, 99th percentile, ms"),
     ("tpot_ms_p99", "TPOT, 99th percentile, ms"),
 )

@@ -88,6 +88,11 @@ class RunResult:
         self.hit_rate = self.stats.num_prefix_hit_tokens / max(self.stats.num_prefix_query_tokens, 1)
 
     @property
+    def arrivals_s(self) -> float:
+        """From the first arrival to the last."""
+        return self.requests[-1].arrival_s - self.requests[0].arrival_s if self.requests else 0.0
+
+    @property
     def speed(self) -> float:
         """Virtual seconds that a second of a processor simulates."""
         return self.duration_s / max(self.cpu_s, 1e-9)
@@ -96,7 +101,7 @@ class RunResult:
         """The figures of the run and of its requests, as `summarise` gives them."""
         stats = self.stats
         return {
-            **summarise(self.requests, self.duration_s, slos),
+            **summarise(self.requests, self.duration_s, slos, self.arrivals_s),
             "hit_rate": round(self.hit_rate, 4),
             "preemptions_a_request": round(stats.num_preemptions / max(len(self.requests), 1), 4),
             "device_busy": round(self.busy_s / max(self.duration_s, 1e-9), 4),
@@ -114,11 +119,15 @@ class RunResult:
         return dict(sorted(groups.items()))
 
 
-def summarise(requests: Sequence[RequestResult], duration_s: float, slos: Slos | None = None) -> dict[str, Any]:
+def summarise(
+    requests: Sequence[RequestResult], duration_s: float, slos: Slos | None = None, arrivals_s: float = 0.0
+) -> dict[str, Any]:
     """Percentiles of TTFT and TPOT over the requests that have them, in ms, beside what was completed.
 
-    Goodput counts the requests that were answered in full within their targets, a second of `duration_s`;
-    attainment is their share of all requests, refused ones included.
+    Goodput counts the requests that were answered in full within their targets, a second of `duration_s`, and as
+    `good_arrivals_rps` a second of `arrivals_s`, in which they came: the end of a short run, while the last are
+    answered and nobody comes, does not count against it. Attainment is their share of all requests, refused ones
+    included, and `admitted_attainment` without them.
     """
     figures: dict[str, Any] = {
         "requests": len(requests),
@@ -135,6 +144,8 @@ def summarise(requests: Sequence[RequestResult], duration_s: float, slos: Slos |
             figures[f"{name}_p{percentile}"] = None if value is None else round(value, 2)
     num_good = sum(request.meets(slos(request) if slos else Slo()) for request in requests)
     figures["goodput_rps"] = round(num_good / max(duration_s, 1e-9), 3)
+    figures["good_arrivals_rps"] = round(num_good / max(arrivals_s or duration_s, 1e-9), 3)
     figures["attainment"] = round(num_good / max(len(requests), 1), 4)
+    figures["admitted_attainment"] = round(num_good / max(len(requests) - figures["refused"], 1), 4)
     figures["output_tokens_per_s"] = round(sum(r.num_tokens for r in requests) / max(duration_s, 1e-9), 1)
     return figures

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.engine import EngineConfig
+from configs.scheduling import SchedulingConfig
 from serving.scheduling.config import SchedulerConfig
 from serving.simulation.results import RequestResult, RunResult, Slo
 from serving.simulation.trace import Load, TraceRequest, merge, mix
@@ -35,7 +36,7 @@ BATCH_PRIORITY = 10
 CLASSES = {"class_names": (INTERACTIVE, BATCH), "class_priorities": (0, BATCH_PRIORITY)}
 
 
-def scheduler_config(engine: EngineConfig) -> SchedulerConfig:
+def scheduler_config(engine: EngineConfig, policy: SchedulingConfig | None = None) -> SchedulerConfig:
     """What the engine that `engine` describes gives its scheduler; without `num_pages`, POOL_TOKENS of KV."""
     return SchedulerConfig(
         page_size=engine.page_size,
@@ -46,6 +47,7 @@ def scheduler_config(engine: EngineConfig) -> SchedulerConfig:
         query_block=engine.query_block,
         max_decode_steps=engine.max_decode_steps,
         enable_prefix_caching=engine.enable_prefix_caching,
+        policy=policy or SchedulingConfig(),
     )
 
 

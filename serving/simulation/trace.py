@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from configs.checks import ConfigError
+from configs.scheduling import MIN_PRIORITY
 from serving.request import DEFAULT_TENANT
 
 BLOCK_TOKENS = 512  # prompt tokens that one of a trace's hash ids stands for
@@ -56,8 +57,8 @@ type Trace = Sequence[TraceRequest]
 def read_trace(path: Path, *, requests_per_s: float | None = None, seed: int = 0) -> list[TraceRequest]:
     """The requests of a file, by arrival.
 
-    A .csv has the columns arrival_ms, input_tokens and output_tokens; a .jsonl objects with the same fields and, if
-    prompts share prefixes, hash_ids. A file without arrival_ms gets Poisson arrivals of `requests_per_s`.
+    A .csv has the columns arrival_ms, input_tokens and output_tokens, and may have priority and tenant; a .jsonl objects
+    with the same fields and, if prompts share prefixes, hash_ids. A file without arrival_ms gets Poisson arrivals of `requests_per_s`.
     Raises ConfigError that names file, line and field.
     """
     if path.suffix == ".csv":
@@ -96,6 +97,8 @@ def read_trace(path: Path, *, requests_per_s: float | None = None, seed: int = 0
                 num_prompt_tokens=num_prompt_tokens,
                 num_output_tokens=int(_number(path, line, row, "output_tokens", minimum=1)),
                 hash_ids=tuple(hash_ids),
+                priority=int(_number(path, line, row, "priority", minimum=MIN_PRIORITY)) if "priority" in row else 0,
+                tenant=str(row.get("tenant", DEFAULT_TENANT)),
             )
         )
     return sorted(requests, key=lambda request: request.arrival_s)

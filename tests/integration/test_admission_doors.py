@@ -32,6 +32,7 @@ IDLE = LoadSnapshot(
     waiting_tokens=(0, 0),
     waiting_pairs=(0, 0),
     prefilling_tokens=0,
+    num_running=1,
     num_free_slots=8,
     free_kv_tokens=1000.0,
     prefill_tokens_per_s=1000.0,
@@ -78,6 +79,17 @@ def test_http_refuses_with_the_predicted_time(service, full):
         refused = http.post(COMPLETIONS, json=BODY)
         assert refused.status_code == 429 and 7 <= int(refused.headers["retry-after"]) <= 14
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_a_prompt_that_alone_takes_longer_than_its_target_is_refused_with_that_reason(engine, service):
+    address, _ = service
+    engine.engine.admission.publish(dataclasses.replace(IDLE, prefill_tokens_per_s=1.0))
+    with httpx.Client(base_url=address) as http:
+        refused = http.post(COMPLETIONS, json={"prompt": list(range(1, 6)), **SHORT})
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert "5 prompt tokens alone take 5.0 s" in refused.json()["error"]["message"]
+        engine.engine.admission.publish(dataclasses.replace(IDLE, prefill_tokens_per_s=1.0, num_running=0))
+        assert http.post(COMPLETIONS, json={"prompt": list(range(1, 6)), **SHORT}).status_code == 200
 
 
 def test_grpc_refuses_with_the_predicted_time(running, service, full):

@@ -19,6 +19,7 @@ IDLE = LoadSnapshot(
     waiting_tokens=(0, 0),
     waiting_pairs=(0, 0),
     prefilling_tokens=0,
+    num_running=8,
     num_free_slots=8,
     free_kv_tokens=100_000,
     prefill_tokens_per_s=10_000.0,
@@ -97,8 +98,13 @@ def test_a_burst_between_two_steps_is_counted():
     assert admission.take(CHAT, 1_000, 11.001).action == "accept"
 
 
-def test_a_prompt_that_takes_longer_than_its_target_runs_where_nobody_waits():
-    assert control().decide(CHAT, 50_000, 10.0).action == "accept"
+def test_a_prompt_that_takes_longer_than_its_target_runs_on_an_idle_engine_alone():
+    assert control(num_running=0).take(CHAT, 50_000, 10.0).action == "accept"
+    refused = control().decide(CHAT, 50_000, 10.0)
+    assert refused.action == "refuse" and refused.own_s > refused.limit_s == 2.0
+    assert 15 <= refused.retry_after_s <= 30
+    admission = control(num_running=0)
+    assert [admission.take(CHAT, 50_000, 10.0 + i / 1024).action for i in range(1, 4)] == ["accept", "refuse", "refuse"]
 
 
 def test_before_the_first_step_everything_is_accepted():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 
 from configs.scheduling import SchedulingConfig
@@ -116,7 +117,7 @@ def test_pages_for_those_that_run_to_grow_are_kept():
     kept, _ = make(tpot(0.05), num_pages=2000)
     trace = mix([load], 5.0)
     without, result = free.run(trace, until_s=30.0), kept.run(trace, until_s=30.0)
-    assert result.stats.num_preemptions <= 0.2 * without.stats.num_preemptions
+    assert result.stats.num_preemptions <= 0.3 * without.stats.num_preemptions
     assert sum(r.is_complete for r in result.requests) >= 0.95 * sum(r.is_complete for r in without.requests)
 
 
@@ -167,3 +168,13 @@ def test_what_is_still_to_come_is_the_mean_of_those_that_were_longer():
     assert lengths.remaining_tokens(500) == pytest.approx(lengths.mean_output_tokens)
     assert lengths.mean_prompt_tokens == pytest.approx(100) and lengths.mean_computed_tokens == pytest.approx(80)
     assert lengths.output_quantile(0.0) == 10 and lengths.output_quantile(0.99) == 200
+
+
+def test_what_is_still_to_come_of_many_is_what_it_is_of_each():
+    lengths = LengthStats()
+    outputs = np.array([0, 5, 40, 41, 150, 500])
+    assert lengths.remaining_tokens_of(outputs).tolist() == [lengths.remaining_tokens(int(n)) for n in outputs]
+    for length in (10, 20, 30, 40, 100, 200) * 4:
+        lengths.sampled(length)
+        lengths.ended(100, 80, length)
+    assert lengths.remaining_tokens_of(outputs).tolist() == [lengths.remaining_tokens(int(n)) for n in outputs]

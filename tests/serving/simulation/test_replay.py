@@ -37,6 +37,29 @@ def test_each_load_and_variant_gets_a_row_with_latencies_beside_its_throughput(c
     assert rows[2]["attainment"] <= 1.0
 
 
+def test_targets_bring_the_controller_and_admission_and_are_what_counts(capsys):
+    targets = ["--class_ttft_s=1", "--class_tpot_s=0.05"]
+    without = "--slo_control=false --admission_control=false"
+    rows = replay(capsys, "--simulate", CONV, "--load=20", f"--compare={without}", *targets, *SIZES)
+    controlled, plain = rows
+    assert plain["variant"] == without and plain["refused"] == 0 < controlled["refused"]
+    assert controlled["admitted_attainment"] > 0.8 > 1.5 * plain["admitted_attainment"]
+    assert controlled["good_arrivals_rps"] > 1.3 * plain["good_arrivals_rps"]
+    assert controlled["attainment"] < controlled["admitted_attainment"]
+
+
+def test_requests_of_a_trace_have_the_classes_of_their_priorities(capsys, tmp_path):
+    trace = tmp_path / "mixed.csv"
+    lines = [f"{i * 20},2000,50,{10 * (i % 2)},tenant{i % 3}" for i in range(200)]
+    trace.write_text("\n".join(["arrival_ms,input_tokens,output_tokens,priority,tenant", *lines]))
+    classes = ["--class_names=chat", "--class_names=batch", "--class_priorities=0,10", "--class_ttft_s=1,0"]
+    rows = replay(capsys, "--simulate", str(trace), *classes, *SIZES)
+    assert [row["group"] for row in rows] == ["all", "0", "10"]
+    every, chat, batch = rows
+    assert chat["ttft_ms_p99"] < 1000 < batch["ttft_ms_p99"]
+    assert batch["attainment"] == 1.0 and every["requests"] == 200
+
+
 def test_a_slower_device_is_slower(capsys):
     argv = ["--simulate", CODE, "--duration_s=10", *SIZES]
     (fast,), (slow,) = replay(capsys, *argv), replay(capsys, *argv, "--base_s=0.05", "--host_ms=10")
@@ -75,6 +98,14 @@ def test_a_scenario_prints_a_row_for_each_way_and_its_figures(capsys, monkeypatc
         (["--simulate", CONV, "--kv_dtype=int8"], r"EngineConfig\.kv_dtype='int8': replay --simulate does not read it"),
         (["--simulate", CONV, "--compare=--kv_dtype=int8"], r"EngineConfig\.kv_dtype='int8'"),
         (["--simulate", CONV, "--compare=--none=1"], "unrecognized arguments: --none=1"),
+        (
+            ["--simulate", CONV, "--default_tenant_requests_per_min=5"],
+            r"SchedulingConfig\.default_tenant_requests_per_min=5",
+        ),
+        (
+            ["--simulate", "--scenario=overcommit", "--class_ttft_s=1"],
+            r"SchedulingConfig\.class_ttft_s=\(1\.0,\) is for",
+        ),
         (["--simulate", CONV, "--load=0"], "--load must be above 0"),
         (["--simulate", CONV, "--slo_ttft_ms=0"], "--slo_ttft_ms must be above 0"),
         (["--simulate", CONV, "--base_s=-1"], r"LinearStepTime\.base_s must be >= 0"),
