@@ -8,9 +8,10 @@ a prompt of P tokens to compute, and the steps with that share of prefill must m
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.scheduling import SchedulingConfig
 from serving.request import Request
@@ -143,11 +144,16 @@ class SloController:
             self._num_interactive += (num_interactive - self._num_interactive) * 0.01
             reserve = max(num_interactive, self._num_interactive + 2 * math.sqrt(self._num_interactive))
             max_background = max(max_num_seqs - math.ceil(reserve), 0)
+        max_background_prefill_tokens = None
+        if max_background is not None and self.targets.background_step_s:
+            num_rows, max_background_prefill_tokens = self._background_limits(running)
+            max_background = min(max_background, max(num_rows - num_interactive, 0))
         self._max_num_seqs = max_num_seqs
         return StepLimits(
             max_prefill_tokens=max_prefill_tokens,
             max_num_seqs=max_num_seqs,
             max_background_seqs=max_background,
+            max_background_prefill_tokens=max_background_prefill_tokens,
             background_priority=background or 0,
         )
 
@@ -206,11 +212,32 @@ class SloController:
                 if size > largest:
                     break
                 with_bucket_s = self.step_time.predict_s(self._work(num_rows, size))
-                if with_bucket_s > allowed_s:
+                if with_bucket_s > allowed_s or (bucket and self._is_too_long(num_rows, size)):
                     break
                 bucket, step_s = size, with_bucket_s
         self._pending_s = step_s
         return bucket if has_prompts else buckets[-1]
+
+    def _is_too_long(self, num_rows: int, bucket: int) -> bool:
+        """Whether a step with such a chunk of the prompt that is furthest on takes more than `max_step_s`."""
+        most_s = self.targets.max_step_s
+        if not most_s or not num_rows:
+            return False
+        start = max((r.num_computed_tokens for r in self._running if r.first_token_time_s is None), default=0)
+        pairs = bucket * start + num_pairs(bucket)
+        return self.step_time.predict_s(replace(self._work(num_rows, bucket), prefill_kv_pairs=pairs)) > most_s
+
+    def _background_limits(self, running: list[tuple[Request, int]]) -> tuple[int, int]:
+        """(rows that a step with them may have, prompt tokens that it may have), so that it keeps `background_step_s`."""
+        most_s, config = self.targets.background_step_s, self.scheduler.config
+        buckets = config.prefill_token_buckets
+
+        def keeps(num_rows: int, bucket: int) -> bool:
+            return self.step_time.predict_s(self._work(num_rows, bucket)) <= most_s
+
+        num_rows = bisect.bisect_left(range(1, config.max_num_seqs + 1), True, key=lambda n: not keeps(n, buckets[0]))
+        num_decoding = sum(request.first_token_time_s is not None for request, _ in running)
+        return num_rows, max((b for b in buckets if keeps(num_decoding, b)), default=buckets[0])
 
     def _fastest_bucket(self, num_rows: int, target_s: float) -> int:
         """With which prompts come in fastest beside so many rows, in steps that meet the target on average; the largest
