@@ -24,7 +24,7 @@ from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.step_time import LinearStepTime
 from serving.simulation import plot
 from serving.simulation.results import RequestResult, RunResult, Slo, Slos, summarise
-from serving.simulation.scenarios import SCENARIOS, scheduler_config
+from serving.simulation.scenarios import SCENARIOS, Bound, scheduler_config
 from serving.simulation.simulator import HOST_S, Simulator
 from serving.simulation.trace import Trace, TraceRequest, merge, read_trace, requests_per_s, scale_rate, window
 
@@ -39,6 +39,7 @@ READ_FIELDS = {
     "max_decode_steps",
     "num_pages",
     "enable_prefix_caching",
+    "prefix_cache_floor",
 }
 TABLE = (
     "variant",
@@ -101,7 +102,8 @@ def run_replay(
     figures = SCENARIOS[args.scenario].figures(results) if args.scenario is not None else {}
     if args.json:
         if figures:
-            print(json.dumps({"engine": "headrace", "figure": "scenario", "scenario": args.scenario, **figures}))
+            values = {name: v.fields() if isinstance(v, Bound) else v for name, v in figures.items()}
+            print(json.dumps({"engine": "headrace", "figure": "scenario", "scenario": args.scenario, **values}))
     else:
         print(f"{title}\n{_table(rows)}")
         for name, value in figures.items():
@@ -149,11 +151,11 @@ def _seconds(milliseconds: float | None) -> float | None:
 def _scenario_runs(args: argparse.Namespace) -> Iterator[_Run]:
     scenario = SCENARIOS[args.scenario]
     engine = dataclasses.replace(scenario.engine, **_read_fields(given_fields(args, EngineConfig)))
-    trace = scenario.trace(args.replay_seed)
+    trace = scenario.trace(args.replay_seed, scenario.duration_s)
     for name, variant in scenario.variants.items():
         config = variant.scheduler_config(engine)
         kept = [request for request in trace if variant.keeps is None or variant.keeps(request)]
-        yield _Run(name, kept, config, scenario.until_s)
+        yield _Run(name, kept, config, scenario.duration_s if scenario.is_cut else None)
 
 
 def _read_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:

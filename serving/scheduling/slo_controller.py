@@ -147,7 +147,7 @@ class SloController:
         max_background_prefill_tokens = None
         if max_background is not None and self.targets.background_step_s:
             num_rows, max_background_prefill_tokens = self._background_limits(running)
-            max_background = min(max_background, max(num_rows - num_interactive, 0))
+            max_background = min(max_background, num_rows)
         self._max_num_seqs = max_num_seqs
         return StepLimits(
             max_prefill_tokens=max_prefill_tokens,
@@ -212,23 +212,30 @@ class SloController:
                 if size > largest:
                     break
                 with_bucket_s = self.step_time.predict_s(self._work(num_rows, size))
-                if with_bucket_s > allowed_s or (bucket and self._is_too_long(num_rows, size)):
+                if with_bucket_s > allowed_s or (bucket and self._is_too_long(running, size)):
                     break
                 bucket, step_s = size, with_bucket_s
         self._pending_s = step_s
         return bucket if has_prompts else buckets[-1]
 
-    def _is_too_long(self, num_rows: int, bucket: int) -> bool:
+    def _is_too_long(self, running: list[tuple[Request, int]], bucket: int) -> bool:
         """Whether a step with such a chunk of the prompt that is furthest on takes more than `max_step_s`."""
         most_s = self.targets.max_step_s
-        if not most_s or not num_rows:
+        num_rows = sum(num_tokens > request.num_prompt_tokens for request, num_tokens in running) if most_s else 0
+        if not num_rows:
             return False
+        config = self.scheduler.config
         start = max((r.num_computed_tokens for r in self._running if r.first_token_time_s is None), default=0)
-        pairs = bucket * start + num_pairs(bucket)
-        return self.step_time.predict_s(replace(self._work(num_rows, bucket), prefill_kv_pairs=pairs)) > most_s
+        work = replace(
+            self._work(num_rows, bucket),
+            num_decode_slots=config.decode_size(min(len(running) + 1, config.max_num_seqs), bucket),
+            prefill_kv_pairs=bucket * start + num_pairs(bucket),
+        )
+        return self.step_time.predict_s(work) > most_s
 
     def _background_limits(self, running: list[tuple[Request, int]]) -> tuple[int, int]:
-        """(rows that a step with them may have, prompt tokens that it may have), so that it keeps `background_step_s`."""
+        """(sequences of background, prompt tokens of a step with them) that keep `background_step_s`. By themselves, so that
+        they stay as many while others come and go."""
         most_s, config = self.targets.background_step_s, self.scheduler.config
         buckets = config.prefill_token_buckets
 

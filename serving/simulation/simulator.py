@@ -79,9 +79,7 @@ class Simulator:
         config = scheduler.config
         self._rate_limits = RateLimits(config.policy)
         if config.policy.controls_steps:
-            controller = SloController(
-                scheduler, config.policy, OnlineStepTime(PRIOR, config.prefill_token_buckets)
-            )
+            controller = SloController(scheduler, config.policy, OnlineStepTime(PRIOR, config.prefill_token_buckets))
             self.limits, self.observe = controller.limits, controller.observe
 
     def run(self, trace: Sequence[TraceRequest], until_s: float | None = None) -> RunResult:
