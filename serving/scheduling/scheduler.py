@@ -50,6 +50,7 @@ from serving.scheduling.tenants import KvBudgets
 from serving.scheduling.waiting_queue import Entry, Order, WaitingQueue
 
 MAX_IDLE_SHARE = 1 / 16  # of the slot steps of a dispatch, while a request waits
+MAX_PAUSE = 4  # steps in a row that background sits out for others' prompts
 MAX_NEW_PREFIX_WAITS = 64  # in a step: finding out whether to wait takes hashes of the whole prompt
 
 NO_TOKEN = -1  # the slot sampled nothing at this step
@@ -200,6 +201,7 @@ class Scheduler:
         self._num_new_prefix_waits = 0  # in this schedule()
         self._max_num_seqs = config.max_num_seqs  # of the last schedule(): those that may run, by its limits
         self._limits: StepLimits | None = None
+        self._num_paused = 0  # steps in a row that background has sat out
         self._preemptions: list[Preemption] = []  # for the next schedule
         self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest first
         self._deactivate: set[int] = set()  # for the next schedule
@@ -376,6 +378,7 @@ class Scheduler:
         chunks: list[PrefillChunk] = []
         max_tokens = self._prefill_tokens(is_alone=not decoding and not self._in_flight)
         num_padded_tokens = self._prefill(max_tokens, resets, chunks, decoding)
+        decoding = self._without_background(decoding, chunks)
         if not decoding and not chunks:
             self._give_way()
             return None
@@ -728,6 +731,23 @@ class Scheduler:
         if num_taken > most:
             most = next(bucket for bucket in buckets if bucket >= num_taken)
         return min(most, max_tokens)
+
+    def _without_background(self, decoding: list[_Sequence], chunks: list[PrefillChunk]) -> list[_Sequence]:
+        """Those that decode in the step: where more prompt tokens of others than background may have are in it, background
+        sits it out, which is long without it. At most MAX_PAUSE such steps follow each other: it goes on however many
+        prompts come."""
+        limits = self._limits
+        if limits is None or limits.max_background_prefill_tokens is None or self._num_paused == MAX_PAUSE:
+            self._num_paused = 0
+            return decoding
+        num_tokens = sum(
+            len(chunk.token_ids) for chunk in chunks if chunk.request.context.priority < limits.background_priority
+        )
+        if num_tokens <= max(limits.max_background_prefill_tokens, self.config.prefill_token_buckets[0]):
+            self._num_paused = 0
+            return decoding
+        self._num_paused += 1
+        return [s for s in decoding if not self._is_background(s) or s.last_step_id == self._next_step_id]
 
     def _num_reserved(self, long_ones: list[_Sequence]) -> int:
         """Tokens of a step's budget that long prompts are sure of, whole query blocks; one block is left to others."""
