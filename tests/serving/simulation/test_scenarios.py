@@ -63,7 +63,7 @@ def test_interactive_requests_hardly_notice_batch_work_that_keeps_most_of_its_ra
 
 
 def test_a_tenant_at_20_times_its_budget_takes_nothing_from_nine_within_theirs():
-    for variant, duration_s in (("KV budgets and floors", 40.0), ("KV budgets, floors and rate limits", 90.0)):
+    for variant, duration_s in (("KV budgets and floors", 40.0), ("KV budgets, floors and rate limits", 120.0)):
         found, runs = figures("tenants", duration_s, "quiet alone", variant)
         assert broken(found) == {}
         requests = runs[variant].requests
