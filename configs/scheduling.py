@@ -150,6 +150,17 @@ class SchedulingConfig:
         """None: no limit."""
         return int(self._of_tenant(self.tenant_tokens_per_min, tenant, 0, self.default_tenant_tokens_per_min)) or None
 
+    @property
+    def has_rate_limits(self) -> bool:
+        return any(
+            (
+                self.default_tenant_requests_per_min,
+                self.default_tenant_tokens_per_min,
+                *self.tenant_requests_per_min,
+                *self.tenant_tokens_per_min,
+            )
+        )
+
     def _of_tenant(self, values: tuple[float, ...], tenant: str, neutral: float, default: float) -> float:
         if tenant not in self.tenant_names:
             return default

@@ -208,30 +208,37 @@ class SloController:
                 largest = buckets[-1]
             elif len(running) < FILLING * self.plan.num_busy:
                 largest = self._fastest_bucket(num_rows, target_s)
+            if self.targets.max_step_s:
+                largest = min(largest, self._largest_bucket(running))
             for size in buckets:
                 if size > largest:
                     break
                 with_bucket_s = self.step_time.predict_s(self._work(num_rows, size))
-                if with_bucket_s > allowed_s or (bucket and self._is_too_long(running, size)):
+                if with_bucket_s > allowed_s:
                     break
                 bucket, step_s = size, with_bucket_s
         self._pending_s = step_s
         return bucket if has_prompts else buckets[-1]
 
-    def _is_too_long(self, running: list[tuple[Request, int]], bucket: int) -> bool:
-        """Whether a step with such a chunk of the prompt that is furthest on takes more than `max_step_s`."""
-        most_s = self.targets.max_step_s
-        num_rows = sum(num_tokens > request.num_prompt_tokens for request, num_tokens in running) if most_s else 0
-        if not num_rows:
-            return False
+    def _largest_bucket(self, running: list[tuple[Request, int]]) -> int:
+        """That keeps `max_step_s` with a chunk of the prompt that is furthest on, or the smallest there is."""
         config = self.scheduler.config
+        buckets = config.prefill_token_buckets
+        num_rows = sum(num_tokens > request.num_prompt_tokens for request, num_tokens in running)
+        if not num_rows:
+            return buckets[-1]
         start = max((r.num_computed_tokens for r in self._running if r.first_token_time_s is None), default=0)
-        work = replace(
-            self._work(num_rows, bucket),
-            num_decode_slots=config.decode_size(min(len(running) + 1, config.max_num_seqs), bucket),
-            prefill_kv_pairs=bucket * start + num_pairs(bucket),
-        )
-        return self.step_time.predict_s(work) > most_s
+        num_seqs = min(len(running) + 1, config.max_num_seqs)  # with the one whose prompt it is
+
+        def step_s(bucket: int) -> float:
+            work = replace(
+                self._work(num_rows, bucket),
+                num_decode_slots=config.decode_size(num_seqs, bucket),
+                prefill_kv_pairs=bucket * start + num_pairs(bucket),
+            )
+            return self.step_time.predict_s(work)
+
+        return max((b for b in buckets if step_s(b) <= self.targets.max_step_s), default=buckets[0])
 
     def _background_limits(self, running: list[tuple[Request, int]]) -> tuple[int, int]:
         """(sequences of background, prompt tokens of a step with them) that keep `background_step_s`. By themselves, so that

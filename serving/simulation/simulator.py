@@ -77,7 +77,7 @@ class Simulator:
         self._last_read_s = 0.0
         self._live: dict[str, tuple[Request, RequestResult]] = {}
         config = scheduler.config
-        self._rate_limits = RateLimits(config.policy)
+        self._rate_limits = RateLimits(config.policy) if config.policy.has_rate_limits else None
         if config.policy.controls_steps:
             controller = SloController(scheduler, config.policy, OnlineStepTime(PRIOR, config.prefill_token_buckets))
             self.limits, self.observe = controller.limits, controller.observe
@@ -142,11 +142,12 @@ class Simulator:
             seed=index,
             arrival_time_s=wanted.arrival_s,
         )
-        if wait_s := self._rate_limits.try_take(
-            wanted.tenant, num_tokens=wanted.num_prompt_tokens, now_s=wanted.arrival_s
-        ):
-            result.refused, result.retry_after_s = "rate limit", wait_s
-            return
+        if self._rate_limits is not None:
+            num_tokens = wanted.num_prompt_tokens
+            wait_s = self._rate_limits.try_take(wanted.tenant, num_tokens=num_tokens, now_s=wanted.arrival_s)
+            if wait_s:
+                result.refused, result.retry_after_s = "rate limit", wait_s
+                return
         retry_after_s = self.admit(request, self.now_s) if self.admit is not None else None
         if retry_after_s is not None:
             result.refused, result.retry_after_s = "overloaded", retry_after_s
@@ -183,7 +184,8 @@ class Simulator:
         for event in events:
             request, result = self._live[event.request.request_id]
             if event.new_token_ids:
-                self._rate_limits.take_output(result.tenant, len(event.new_token_ids), self.now_s)
+                if self._rate_limits is not None:
+                    self._rate_limits.take_output(result.tenant, len(event.new_token_ids), self.now_s)
                 if result.last_token_s is None:
                     result.first_token_s = request.first_token_time_s = self.now_s
                 else:

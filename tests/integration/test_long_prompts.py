@@ -105,6 +105,8 @@ def test_background_that_sits_out_steps_with_others_prompts_has_its_solo_tokens(
     ids.append(engine.add(prompts[2], params))
     while engine.has_work():
         step()
-    paused = [s for s in schedules if s is not None and s.prefill and len(s.prefill[0].token_ids) == 32 and not s.decode]
+    paused = [
+        s for s in schedules if s is not None and s.prefill and len(s.prefill[0].token_ids) == 32 and not s.decode
+    ]
     assert len(paused) >= 3
     assert [outputs[request_id] for request_id in ids] == solo
