@@ -154,8 +154,7 @@ def _scenario_runs(args: argparse.Namespace) -> Iterator[_Run]:
     trace = scenario.trace(args.replay_seed, scenario.duration_s)
     for name, variant in scenario.variants.items():
         config = variant.scheduler_config(engine)
-        kept = [request for request in trace if variant.keeps is None or variant.keeps(request)]
-        yield _Run(name, kept, config, scenario.duration_s if scenario.is_cut else None)
+        yield _Run(name, variant.trace(trace), config, scenario.duration_s if scenario.is_cut else None)
 
 
 def _read_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:

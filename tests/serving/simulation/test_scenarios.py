@@ -35,9 +35,8 @@ def figures(name: str, duration_s: float, *variants: str) -> tuple[dict[str, Any
     results = {}
     for variant_name in variants:
         variant = scenario.variants[variant_name]
-        kept = [request for request in trace if variant.keeps is None or variant.keeps(request)]
         config = variant.scheduler_config(scenario.engine)
-        results[variant_name] = Simulator(Scheduler(config), LinearStepTime()).run(kept, until_s)
+        results[variant_name] = Simulator(Scheduler(config), LinearStepTime()).run(variant.trace(trace), until_s)
     return scenario.figures(results), results
 
 
