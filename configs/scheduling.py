@@ -51,8 +51,14 @@ class SchedulingConfig:
     # Preemption.
     max_preemptions: int = 4  # of one request; beyond it, only where nothing else can give way
 
-    # Steps are sized, and as many sequences run, as keeps the targets by prediction. None: where a class has a target.
+    # Steps are sized, and as many sequences run, as keeps the targets and bounds by prediction. None: where there are any.
     slo_control: bool | None = None
+    # Seconds that a forward pass with decoding sequences takes at most for the prompt tokens in it: what users see as a
+    # gap between tokens. The smallest bucket is always taken. 0: no bound.
+    max_step_s: float = 0.0
+    # The same for prompt tokens and sequences of background, the classes behind the last one with a target: what they add
+    # to the wait of everybody else. 0: no bound.
+    background_step_s: float = 0.0
     # Requests whose target cannot be met by prediction get 429 and the time to come back. None: where a class has a target.
     admission_control: bool | None = None
     max_queue_s: float = 60.0  # of predicted waiting, for admission of a class without a target of the first token
@@ -64,6 +70,12 @@ class SchedulingConfig:
         check_int(self, "max_long_prefills", minimum=1)
         check_int(self, "max_preemptions", minimum=0)
         check_bool(self, "slo_control", optional=True)
+        for field in ("max_step_s", "background_step_s"):
+            check_float(self, field, minimum=0.0)
+            if getattr(self, field) and self.slo_control is False:
+                fail(self, field, "is kept by prediction, which slo_control=False switches off")
+        if self.background_step_s and self.background_priority is None:
+            fail(self, "background_step_s", "needs a class with a target, and one without behind it")
         check_bool(self, "admission_control", optional=True)
         check_float(self, "max_queue_s", above=0.0)
 
@@ -109,7 +121,8 @@ class SchedulingConfig:
 
     @property
     def controls_steps(self) -> bool:
-        return self.has_targets if self.slo_control is None else self.slo_control
+        has_bounds = self.has_targets or self.max_step_s > 0
+        return has_bounds if self.slo_control is None else self.slo_control
 
     @property
     def controls_admission(self) -> bool:
@@ -136,6 +149,17 @@ class SchedulingConfig:
     def tokens_per_min(self, tenant: str) -> int | None:
         """None: no limit."""
         return int(self._of_tenant(self.tenant_tokens_per_min, tenant, 0, self.default_tenant_tokens_per_min)) or None
+
+    @property
+    def has_rate_limits(self) -> bool:
+        return any(
+            (
+                self.default_tenant_requests_per_min,
+                self.default_tenant_tokens_per_min,
+                *self.tenant_requests_per_min,
+                *self.tenant_tokens_per_min,
+            )
+        )
 
     def _of_tenant(self, values: tuple[float, ...], tenant: str, neutral: float, default: float) -> float:
         if tenant not in self.tenant_names:

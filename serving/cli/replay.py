@@ -21,13 +21,12 @@ from configs.scheduling import SchedulingConfig
 from serving.cli.flags import given_fields
 from serving.cli.parser import configs_from
 from serving.scheduling.config import SchedulerConfig
-from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.step_time import LinearStepTime
 from serving.simulation import plot
-from serving.simulation.control import SimulatedControl
+from serving.simulation.control import controlled_simulator
 from serving.simulation.results import RequestResult, RunResult, Slo, Slos, summarise
-from serving.simulation.scenarios import SCENARIOS, scheduler_config
-from serving.simulation.simulator import HOST_S, Simulator
+from serving.simulation.scenarios import SCENARIOS, Bound, scheduler_config
+from serving.simulation.simulator import HOST_S
 from serving.simulation.trace import Trace, TraceRequest, merge, read_trace, requests_per_s, scale_rate, window
 
 # Fields of EngineConfig that a scheduler reads; the others say how a device computes, which is not simulated.
@@ -41,6 +40,7 @@ READ_FIELDS = {
     "max_decode_steps",
     "num_pages",
     "enable_prefix_caching",
+    "prefix_cache_floor",
 }
 # Fields of SchedulingConfig that a door reads, and nothing behind it.
 UNREAD_POLICY = {
@@ -112,7 +112,8 @@ def run_replay(
     figures = SCENARIOS[args.scenario].figures(results) if args.scenario is not None else {}
     if args.json:
         if figures:
-            print(json.dumps({"engine": "headrace", "figure": "scenario", "scenario": args.scenario, **figures}))
+            values = {name: v.fields() if isinstance(v, Bound) else v for name, v in figures.items()}
+            print(json.dumps({"engine": "headrace", "figure": "scenario", "scenario": args.scenario, **values}))
     else:
         print(f"{title}\n{_table(rows)}")
         for name, value in figures.items():
@@ -176,11 +177,10 @@ def _scenario_runs(args: argparse.Namespace) -> Iterator[_Run]:
             f"SchedulingConfig.{field}={value!r} is for traces: --scenario={args.scenario} has its own policies"
         )
     engine = dataclasses.replace(scenario.engine, **_read_fields(given_fields(args, EngineConfig)))
-    trace = scenario.trace(args.replay_seed)
+    trace = scenario.trace(args.replay_seed, scenario.duration_s)
     for name, variant in scenario.variants.items():
         config = variant.scheduler_config(engine)
-        kept = [request for request in trace if variant.keeps is None or variant.keeps(request)]
-        yield _Run(name, kept, config, scenario.until_s)
+        yield _Run(name, variant.trace(trace), config, scenario.duration_s if scenario.is_cut else None)
 
 
 def _check_policy(policy: SchedulingConfig) -> None:
@@ -224,9 +224,7 @@ def _trace_runs(
 
 
 def _simulate(run: _Run, step_time: LinearStepTime, host_s: float, *, quiet: bool) -> RunResult:
-    simulator = Simulator(Scheduler(run.config), step_time, host_s=host_s)
-    if run.config.policy.controls_steps or run.config.policy.controls_admission:
-        SimulatedControl(simulator, step_time)
+    simulator = controlled_simulator(run.config, step_time, host_s=host_s)
     with tqdm(total=len(run.trace), desc=run.variant, unit="request", disable=quiet or None, leave=False) as bar:
 
         def progress(done: int, total: int) -> None:

@@ -84,6 +84,10 @@ class StepLimits:
     max_num_seqs: int  # sequences that run; those that do already stay
     # Of those, requests of `background_priority` or more; None: as many as max_num_seqs.
     max_background_seqs: int | None = None
+    # They get what the others leave of a step, up to so many tokens of it or the end of the bucket that the others need,
+    # and never less than the smallest bucket; and sit out the decoding of steps in which the others have more. None: up to
+    # max_prefill_tokens.
+    max_background_prefill_tokens: int | None = None
     background_priority: int = 0
 
 

@@ -50,6 +50,7 @@ from serving.scheduling.tenants import KvBudgets
 from serving.scheduling.waiting_queue import Entry, Order, WaitingLoad, WaitingQueue
 
 MAX_IDLE_SHARE = 1 / 16  # of the slot steps of a dispatch, while a request waits
+MAX_PAUSE = 4  # steps in a row that background sits out for others' prompts
 MAX_NEW_PREFIX_WAITS = 64  # in a step: finding out whether to wait takes hashes of the whole prompt
 
 NO_TOKEN = -1  # the slot sampled nothing at this step
@@ -205,6 +206,7 @@ class Scheduler:
         self._num_new_prefix_waits = 0  # in this schedule()
         self._max_num_seqs = config.max_num_seqs  # of the last schedule(): those that may run, by its limits
         self._limits: StepLimits | None = None
+        self._num_paused = 0  # steps in a row that background has sat out
         self._preemptions: list[Preemption] = []  # for the next schedule
         self._served: dict[tuple[int, str], int] = {}  # in this update(): output tokens by class and tenant
         self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest first
@@ -403,7 +405,8 @@ class Scheduler:
         appends = [self._append_page(s) for s in lacking]
         chunks: list[PrefillChunk] = []
         max_tokens = self._prefill_tokens(is_alone=not decoding and not self._in_flight)
-        budget = self._prefill(max_tokens, resets, chunks, decoding)
+        num_padded_tokens = self._prefill(max_tokens, resets, chunks, decoding)
+        decoding = self._without_background(decoding, chunks)
         if not decoding and not chunks:
             self._give_way()
             return None
@@ -416,7 +419,6 @@ class Scheduler:
             if lacking_for_many is not None:
                 num_decode_steps = self.config.max_decode_steps
                 appends += [self._append_page(s) for s in lacking_for_many]
-        num_padded_tokens = max_tokens - budget
         return self._dispatch(decoding, num_decode_steps, chunks, num_padded_tokens, moves, resets, appends)
 
     def update(self, schedule: Schedule, tokens: np.ndarray) -> list[StepEvent]:
@@ -486,18 +488,19 @@ class Scheduler:
         """Whether one more sequence may run once so many others gave way."""
         return (num_freed > 0 or bool(self._free_slots)) and len(self._running) - num_freed < self._max_num_seqs
 
-    def _is_within_limits(self, sequence: _Sequence) -> bool:
-        """Whether the step's limits let the sequence run. With none running they do; and one that has aged into a better
-        class is no background any more, lest it hold up that class."""
+    def _is_background(self, sequence: _Sequence) -> bool:
+        """One that has aged into a better class is no background any more, lest it hold up that class."""
         limits, entry = self._limits, sequence.entry
+        if limits is None or limits.max_background_seqs is None or entry.class_index < entry.base_class:
+            return False
+        return sequence.request.context.priority >= limits.background_priority
+
+    def _is_within_limits(self, sequence: _Sequence) -> bool:
+        """Whether the step's limits let the sequence run. With none running they do."""
+        limits = self._limits
         if limits is None or not self._running:
             return True
-        is_aged = entry.class_index < entry.base_class
-        if (
-            limits.max_background_seqs is not None
-            and not is_aged
-            and sequence.request.context.priority >= limits.background_priority
-        ):
+        if limits.max_background_seqs is not None and self._is_background(sequence):
             num_background = sum(s.request.context.priority >= limits.background_priority for s in self._running)
             if num_background >= limits.max_background_seqs:
                 return False
@@ -708,29 +711,43 @@ class Scheduler:
     # schedule(): prefill
 
     def _prefill(
-        self, budget: int, resets: list[SlotReset], chunks: list[PrefillChunk], decoding: list[_Sequence]
+        self, max_tokens: int, resets: list[SlotReset], chunks: list[PrefillChunk], decoding: list[_Sequence]
     ) -> int:
         """Dispatch chunks of running sequences, and admit; those whose pages come back from the host decode at once.
-        Returns what is left of the budget, tokens.
+        Returns the tokens taken, padded, at most `max_tokens`.
 
-        A long prompt leaves all but `long_prefill_tokens` of the budget to shorter ones, and takes what they leave.
+        A long prompt leaves all but `long_prefill_tokens` of them to shorter ones, and takes what they leave. Background
+        comes after all others, those that are admitted now included.
         """
         config = self.config
+        num_taken = 0
         prefilling = [s for s in self._running if not s.is_decoding]
         long_ones = [s for s in prefilling if s.entry.is_long]
         num_reserved = self._num_reserved(long_ones)
+        background = []
         for sequence in prefilling:
-            if budget > num_reserved and not sequence.entry.is_long:
-                budget -= self._add_chunk(sequence, budget - num_reserved, chunks)
+            if sequence.entry.is_long:
+                continue
+            if self._is_background(sequence):
+                background.append(sequence)
+            elif num_taken < max_tokens - num_reserved:
+                num_taken += self._add_chunk(sequence, max_tokens - num_reserved - num_taken, chunks)
         is_static = config.static_batching
         may_admit = not (is_static and self._running)
         self._resume_waits()  # a producer may have given way in this very step
-        while may_admit and self._has_slot() and (budget > num_reserved or is_static):
+        while may_admit and self._has_slot() and (num_taken < max_tokens - num_reserved or is_static):
             entry = self._next_entry(num_long=len(long_ones))
-            reset = None
-            if entry is not None and self._is_within_limits(entry.item):
-                reset = self._admit(entry.item)
-            if entry is None or reset is None:
+            if entry is None:
+                break
+            most = max_tokens - num_reserved
+            if self._is_background(entry.item):
+                most = self._background_tokens(most, num_taken)
+                while background and num_taken < most:
+                    num_taken += self._add_chunk(background.pop(0), most - num_taken, chunks)
+                if num_taken >= most:
+                    break
+            reset = self._admit(entry.item) if self._is_within_limits(entry.item) else None
+            if reset is None:
                 break
             resets.append(reset)
             if entry.item.is_decoding:
@@ -738,13 +755,49 @@ class Scheduler:
             elif entry.is_long:
                 long_ones.append(entry.item)
                 num_reserved = self._num_reserved(long_ones)
-            elif budget > num_reserved:
-                budget -= self._add_chunk(entry.item, budget - num_reserved, chunks)
+            elif num_taken < most:
+                num_taken += self._add_chunk(entry.item, most - num_taken, chunks)
+        most = self._background_tokens(max_tokens - num_reserved, num_taken)
+        for sequence in background:
+            if num_taken < most:
+                num_taken += self._add_chunk(sequence, most - num_taken, chunks)
         for index, sequence in enumerate(long_ones, start=1):
-            if budget:
-                most = min(max(budget - self._num_reserved(long_ones[index:]), config.query_block), budget)
-                budget -= self._add_chunk(sequence, most, chunks)
-        return budget
+            left = max_tokens
+            if self._is_background(sequence):
+                left = self._background_tokens(max_tokens, num_taken)
+            left -= num_taken
+            if left > 0:
+                most = min(max(left - self._num_reserved(long_ones[index:]), config.query_block), left)
+                num_taken += self._add_chunk(sequence, most, chunks)
+        return num_taken
+
+    def _background_tokens(self, max_tokens: int, num_taken: int) -> int:
+        """Tokens that the step may have with background, if others took `num_taken` and it might have `max_tokens`."""
+        limits, buckets = self._limits, self.config.prefill_token_buckets
+        if limits is None or limits.max_background_prefill_tokens is None:
+            return max_tokens
+        block = self.config.query_block
+        most = max(limits.max_background_prefill_tokens // block * block, buckets[0])
+        if num_taken > most:
+            most = next(bucket for bucket in buckets if bucket >= num_taken)
+        return min(most, max_tokens)
+
+    def _without_background(self, decoding: list[_Sequence], chunks: list[PrefillChunk]) -> list[_Sequence]:
+        """Those that decode in the step: where more prompt tokens of others than background may have are in it, background
+        sits it out, which is long without it. At most MAX_PAUSE such steps follow each other: it goes on however many
+        prompts come."""
+        limits = self._limits
+        if limits is None or limits.max_background_prefill_tokens is None or self._num_paused == MAX_PAUSE:
+            self._num_paused = 0
+            return decoding
+        num_tokens = sum(
+            len(chunk.token_ids) for chunk in chunks if chunk.request.context.priority < limits.background_priority
+        )
+        if num_tokens <= max(limits.max_background_prefill_tokens, self.config.prefill_token_buckets[0]):
+            self._num_paused = 0
+            return decoding
+        self._num_paused += 1
+        return [s for s in decoding if not self._is_background(s) or s.last_step_id == self._next_step_id]
 
     def _num_reserved(self, long_ones: list[_Sequence]) -> int:
         """Tokens of a step's budget that long prompts are sure of, whole query blocks; one block is left to others."""

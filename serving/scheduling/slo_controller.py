@@ -8,6 +8,7 @@ a prompt of P tokens to compute, and the steps with that share of prefill must m
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 
 from configs.scheduling import SchedulingConfig
 from serving.request import Request
-from serving.scheduling.admission import LoadSnapshot
+from serving.scheduling.admission import LoadSnapshot, num_pairs
 from serving.scheduling.lengths import LengthStats
 from serving.scheduling.online_step_time import OnlineStepTime
 from serving.scheduling.schedule import StepLimits
@@ -155,17 +156,22 @@ class SloController:
         else:
             self._steps_to_look -= 1
             self._spare_s += decode_s  # what each row that decodes has gained at least, where its target is no less
-        max_prefill_tokens = self._prefill_tokens(decode_s, now_s)
+        max_prefill_tokens = self._prefill_tokens(prompts, decode_s, now_s)
         self._max_num_seqs = max_num_seqs = max(min(self.plan.max_num_seqs, self._num_that_fit), 1)
         max_background = None
         if targets.background_priority is not None:
             self._mean_interactive += (self._num_interactive - self._mean_interactive) * 0.01
             reserve = max(self._num_interactive, self._mean_interactive + 2 * math.sqrt(self._mean_interactive))
             max_background = max(max_num_seqs - math.ceil(reserve), 0)
+        max_background_prefill_tokens = None
+        if max_background is not None and targets.background_step_s:
+            num_rows, max_background_prefill_tokens = self._background_limits()
+            max_background = min(max_background, num_rows)
         return StepLimits(
             max_prefill_tokens=max_prefill_tokens,
             max_num_seqs=max_num_seqs,
             max_background_seqs=max_background,
+            max_background_prefill_tokens=max_background_prefill_tokens,
             background_priority=targets.background_priority or 0,
         )
 
@@ -215,7 +221,7 @@ class SloController:
             self._step_times[key] = seconds
         return seconds
 
-    def _prefill_tokens(self, decode_s: float, now_s: float) -> int:
+    def _prefill_tokens(self, prompts: list[Request], decode_s: float, now_s: float) -> int:
         """The largest bucket with which every running request can still meet its target, by prediction; 0: none."""
         buckets = self.scheduler.config.prefill_token_buckets
         num_rows, target_s = self._num_rows, self._target_s
@@ -230,6 +236,8 @@ class SloController:
                 largest = buckets[-1]
             elif self.scheduler.num_running < FILLING * self.plan.num_busy:
                 largest = self._fastest_bucket(num_rows, target_s)
+            if self.targets.max_step_s:
+                largest = min(largest, self._largest_bucket(prompts))
             for size in buckets:
                 if size > largest:
                     break
@@ -239,6 +247,34 @@ class SloController:
                 bucket, step_s = size, with_bucket_s
         self._pending_s = step_s
         return bucket if has_prompts else buckets[-1]
+
+    def _largest_bucket(self, prompts: list[Request]) -> int:
+        """That keeps `max_step_s` with a chunk of the prompt that is furthest on, or the smallest there is."""
+        config, num_rows = self.scheduler.config, self._num_rows
+        buckets = config.prefill_token_buckets
+        if not num_rows:
+            return buckets[-1]
+        start = max((request.num_computed_tokens for request in prompts), default=0)
+        num_seqs = min(self.scheduler.num_running + 1, config.max_num_seqs)  # with the one whose prompt it is
+        num_keys = num_rows * self._mean_keys
+
+        def step_s(bucket: int) -> float:
+            num_slots = config.decode_size(num_seqs, bucket)
+            return self.step_time.pass_s(bucket, num_slots, num_keys, bucket * start + num_pairs(bucket))
+
+        return max((b for b in buckets if step_s(b) <= self.targets.max_step_s), default=buckets[0])
+
+    def _background_limits(self) -> tuple[int, int]:
+        """(sequences of background, prompt tokens of a step with them) that keep `background_step_s`. By themselves, so that
+        they stay as many while others come and go."""
+        most_s, config = self.targets.background_step_s, self.scheduler.config
+        buckets = config.prefill_token_buckets
+
+        def keeps(num_rows: int, bucket: int) -> bool:
+            return self._step_s(num_rows, bucket) <= most_s
+
+        num_rows = bisect.bisect_left(range(1, config.max_num_seqs + 1), True, key=lambda n: not keeps(n, buckets[0]))
+        return num_rows, max((b for b in buckets if keeps(self._num_rows, b)), default=buckets[0])
 
     def _fastest_bucket(self, num_rows: int, target_s: float) -> int:
         """With which prompts come in fastest beside so many rows, in steps that meet the target on average; the largest

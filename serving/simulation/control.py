@@ -6,11 +6,13 @@ import time
 
 from serving.request import Request
 from serving.scheduling.admission import AdmissionControl
+from serving.scheduling.config import SchedulerConfig
 from serving.scheduling.online_step_time import OnlineStepTime
 from serving.scheduling.schedule import StepLimits
+from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.slo_controller import SloController
 from serving.scheduling.step_time import LinearStepTime
-from serving.simulation.simulator import Simulator
+from serving.simulation.simulator import HOST_S, Simulator
 
 # What the controller is told of the device, over what is true: it has to learn it.
 PRIOR_ERRORS = {
@@ -68,3 +70,11 @@ class SimulatedControl:
             return decision.retry_after_s
         self._predicted.append((request, decision.wait_s + now_s - request.arrival_time_s))
         return None
+
+
+def controlled_simulator(config: SchedulerConfig, step_time: LinearStepTime, *, host_s: float = HOST_S) -> Simulator:
+    """A simulator of a new scheduler, with the control that its policy asks for."""
+    simulator = Simulator(Scheduler(config), step_time, host_s=host_s)
+    if config.policy.controls_steps or config.policy.controls_admission:
+        SimulatedControl(simulator, step_time)
+    return simulator

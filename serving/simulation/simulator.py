@@ -17,6 +17,7 @@ from serving.request import Request, RequestContext, RequestError, SamplingParam
 from serving.scheduling.schedule import Schedule, StepLimits
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.step_time import StepTimeModel, StepWork
+from serving.scheduling.tenants import RateLimits
 from serving.simulation.results import RequestResult, RunResult
 from serving.simulation.trace import TraceRequest
 
@@ -24,6 +25,7 @@ HOST_S = 0.5e-3  # of scheduling, dispatching and reading a step
 PROGRESS_INTERVAL = 256  # steps
 
 
+# What a controller believes of the device before it has seen a step: wrong by up to a half.
 @dataclass(slots=True)
 class _InFlight:
     """A step that was dispatched and not read."""
@@ -39,6 +41,8 @@ class Simulator:
 
     host_s: seconds of the host for each step; what the device does meanwhile hides it.
     check_integrity: check the scheduler after every schedule and update; slow.
+
+    Tenants are held to the rate limits of the scheduler's policy; for its SLO control see `control`.
 
     The hooks may be set before `run`:
     limits: now -> StepLimits or None, before each schedule; passed on to it.
@@ -67,6 +71,8 @@ class Simulator:
         self._busy_s = 0.0
         self._last_read_s = 0.0
         self._live: dict[str, tuple[Request, RequestResult]] = {}
+        config = scheduler.config
+        self._rate_limits = RateLimits(config.policy) if config.policy.has_rate_limits else None
 
     def run(self, trace: Sequence[TraceRequest], until_s: float | None = None) -> RunResult:
         """Replay `trace`, sorted by arrival, to its end or to `until_s` of the virtual clock, which leaves the rest
@@ -128,6 +134,12 @@ class Simulator:
             seed=index,
             arrival_time_s=wanted.arrival_s,
         )
+        if self._rate_limits is not None:
+            num_tokens = wanted.num_prompt_tokens
+            wait_s = self._rate_limits.try_take(wanted.tenant, num_tokens=num_tokens, now_s=wanted.arrival_s)
+            if wait_s:
+                result.refused, result.retry_after_s = "rate limit", wait_s
+                return
         retry_after_s = self.admit(request, self.now_s) if self.admit is not None else None
         if retry_after_s is not None:
             result.refused, result.retry_after_s = "overloaded", retry_after_s
@@ -164,6 +176,8 @@ class Simulator:
         for event in events:
             request, result = self._live[event.request.request_id]
             if event.new_token_ids:
+                if self._rate_limits is not None:
+                    self._rate_limits.take_output(result.tenant, len(event.new_token_ids), self.now_s)
                 if result.last_token_s is None:
                     result.first_token_s = request.first_token_time_s = self.now_s
                 else:

@@ -29,6 +29,10 @@ from configs.scheduling import SchedulingConfig
         ({"tenant_names": ("a",), "tenant_kv_tokens": (-1,)}, "tenant_kv_tokens"),
         ({"tenant_names": ("a",), "tenant_tokens_per_min": (1, 2)}, "tenant_tokens_per_min"),
         ({"default_tenant_weight": 0.0}, "default_tenant_weight"),
+        ({"max_step_s": -0.01}, "max_step_s"),
+        ({"max_step_s": 0.01, "slo_control": False}, "max_step_s"),
+        ({"background_step_s": 0.01}, "background_step_s"),
+        ({"background_step_s": 0.01, "class_ttft_s": (1.0,)}, "background_step_s"),
         ({"default_tenant_requests_per_min": -1}, "default_tenant_requests_per_min"),
         ({"max_long_prefills": 0}, "max_long_prefills"),
         ({"max_preemptions": -1}, "max_preemptions"),
@@ -43,3 +47,8 @@ def test_a_priority_is_of_the_last_class_that_begins_at_or_below_it():
     config = SchedulingConfig(class_names=("a", "b", "c"), class_priorities=(0, 10, 20))
     assert [config.class_of(priority) for priority in (-5, 0, 9, 10, 19, 20, 2**31 - 1)] == [0, 0, 0, 1, 1, 2, 2]
     assert config.class_ttft_s == (0.0, 0.0, 0.0)
+
+
+def test_a_bound_on_steps_alone_has_them_controlled():
+    assert not SchedulingConfig().controls_steps
+    assert SchedulingConfig(max_step_s=0.02).controls_steps

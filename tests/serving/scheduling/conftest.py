@@ -17,7 +17,7 @@ import pytest
 from configs.engine import mixed_decode_sizes
 from serving.request import DEFAULT_TENANT, FinishReason, Request, RequestContext, RequestStatus, SamplingParams
 from serving.scheduling.config import RopeRegime, SchedulerConfig
-from serving.scheduling.schedule import Schedule
+from serving.scheduling.schedule import Schedule, StepLimits
 from serving.scheduling.scheduler import NO_TOKEN, NOT_FINITE, Scheduler, StepEvent
 
 VOCAB_SIZE = 50  # small, so that stop tokens and shared pages turn up by chance
@@ -210,6 +210,7 @@ class Engine:
     config: SchedulerConfig
     depth: int = 1
     now_s: float = 0.0  # the clock, which tests set
+    limits: StepLimits | None = None  # of each step, which tests set
     check_interval: int = 1  # schedules and updates between two integrity checks, which read every page
     scheduler: Scheduler = field(init=False)
     runner: FakeRunner = field(init=False)
@@ -259,7 +260,7 @@ class Engine:
     def step(self) -> bool:
         """Schedule and dispatch a step, read the one before. False: nothing left to do."""
         scheduler = self.scheduler
-        schedule = scheduler.schedule(self.now_s)
+        schedule = scheduler.schedule(self.now_s, self.limits)
         self.expired += scheduler.take_expired()
         self.check_integrity()
         if schedule is None:

@@ -8,6 +8,8 @@ import pytest
 
 from configs.scheduling import SchedulingConfig
 from serving.request import FinishReason
+from serving.scheduling.schedule import StepLimits
+from serving.scheduling.scheduler import MAX_PAUSE
 
 CLASSES = {"class_names": ("fast", "slow"), "class_priorities": (0, 10)}
 SLOW = 10
@@ -68,6 +70,63 @@ def test_s37_an_urgent_request_takes_a_slot_where_none_is_free(tools, rng):
     engine.run()
     engine.check_outputs()
     assert engine.scheduler.stats.num_preemptions == 1
+
+
+BACKGROUND = StepLimits(
+    max_prefill_tokens=16,
+    max_num_seqs=6,
+    max_background_seqs=2,
+    max_background_prefill_tokens=4,
+    background_priority=SLOW,
+)
+
+
+def background_engine(tools):
+    engine = policy_engine(
+        tools, decode_sizes=(6,), prefill_token_buckets=(4, 8, 16), num_pages=200, max_decode_steps=1
+    )
+    engine.limits = BACKGROUND
+    return engine
+
+
+def prompt_tokens(schedule):
+    return {chunk.request.request_id: len(chunk.token_ids) for chunk in schedule.prefill}
+
+
+def test_background_has_the_bucket_that_others_leave_it_and_comes_after_those_who_came_later(tools, rng):
+    engine = background_engine(tools)
+    engine.add(tools.make_request("low", tools.random_prompt(rng, 40), max_tokens=8, priority=SLOW))
+    engine.step()
+    engine.step()
+    assert [prompt_tokens(schedule) for schedule in engine.schedules] == [{"low": 4}] * 2
+    engine.add(tools.make_request("fast", tools.random_prompt(rng, 20), max_tokens=8))
+    engine.step()
+    engine.step()
+    # 16 of the 20 alone; then the 4 that are left, which are a whole bucket
+    assert [prompt_tokens(schedule) for schedule in engine.schedules[2:]] == [{"fast": 16}, {"fast": 4}]
+    engine.add(tools.make_request("next", tools.random_prompt(rng, 12), max_tokens=8))
+    engine.step()
+    assert prompt_tokens(engine.schedules[4]) == {"next": 12, "low": 4}  # of a bucket of 16
+    engine.run()
+    engine.check_outputs()
+
+
+def test_background_sits_out_steps_full_of_others_prompts_but_not_for_ever(tools, rng):
+    engine = background_engine(tools)
+    for name in ("low0", "low1", "low2"):
+        engine.add(tools.make_request(name, tools.random_prompt(rng, 4), max_tokens=40, priority=SLOW))
+    for _ in range(6):
+        engine.step()
+    low = [request for _, request in engine.schedules[-1].decode]
+    assert [request.request_id for request in low] == ["low0", "low1"]  # no more than may run
+    engine.add(tools.make_request("fast", tools.random_prompt(rng, 100), max_tokens=8))
+    before = len(engine.schedules)
+    for _ in range(7):
+        engine.step()
+    num_decoding = [len(schedule.decode) for schedule in engine.schedules[before:]]
+    assert num_decoding == [0] * MAX_PAUSE + [2] + [0, 2]  # the last chunk is no more than a bucket of background
+    engine.run()
+    engine.check_outputs()
 
 
 def test_nobody_gives_way_in_vain_or_more_often_than_max_preemptions(tools, rng):
