@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from configs.engine import EngineConfig, MeshConfig
@@ -26,6 +27,9 @@ from serving.engine import build_engine
 from serving.jobs.jobs import Jobs
 from serving.jobs.store import Store
 from serving.operations.operations import Operations
+from serving.request import Request
+from serving.scheduling.schedule import Schedule
+from serving.scheduling.scheduler import NOT_FINITE, StepEvent
 from serving.structured.compiler import GrammarCompiler
 from serving.text.byte_level import CHARACTER_OF_BYTE
 from serving.text.tokenizer import Tokenizer, load_tokenizer
@@ -115,6 +119,21 @@ class Servers:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine, is_it: Callable[[Request], bool]) -> None:
+    """Have the device say of a decoding request that its numbers are not finite, once it has two output tokens."""
+    scheduler = engine.engine.scheduler
+    update = scheduler.update
+
+    def poisoned(schedule: Schedule, tokens: np.ndarray) -> list[StepEvent]:
+        tokens = tokens.copy()
+        for slot, request in schedule.decode:
+            if is_it(request) and request.num_output_tokens == 2:
+                tokens[0, slot] = NOT_FINITE
+        return update(schedule, tokens)
+
+    monkeypatch.setattr(scheduler, "update", poisoned)
 
 
 def check_idle(engine: AsyncEngine, service: Service | None = None) -> None:

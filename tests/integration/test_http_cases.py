@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from http_harness import CONTEXT, Servers, check_idle, servers
+from http_harness import CONTEXT, Servers, check_idle, poison, servers
 
 from configs.server import ServerConfig
 from serving.request import NotNowError
@@ -212,19 +212,14 @@ def test_s68_a_failure_of_the_grammar_at_the_fifth_token_ends_its_request_alone(
 
 def test_s68_a_token_below_zero_never_reaches_the_grammar(http, engine, monkeypatch):
     """What the sampler says where a row's numbers are not finite."""
-    take_tokens = engine.engine.scheduler._take_tokens
     accepted = []
     accept = Constraint.accept
-
-    def poison(sequence: Any, slot: Any, tokens: Any) -> Any:
-        is_it = sequence.request.params.structured is not None and len(sequence.request.output_token_ids) == 2
-        return take_tokens(sequence, slot, [-2] if is_it else tokens)
 
     def note(constraint: Constraint, token_id: int) -> None:
         accepted.append(token_id)
         accept(constraint, token_id)
 
-    monkeypatch.setattr(engine.engine.scheduler, "_take_tokens", poison)
+    poison(monkeypatch, engine, lambda request: request.params.structured is not None)
     monkeypatch.setattr(Constraint, "accept", note)
     assert "not finite" in refused(http.post(COMPLETIONS, json=DIGITS), 500)["message"]
     assert len(accepted) == 2 and min(accepted) >= 0

@@ -17,7 +17,7 @@ import openai
 import pytest
 from bad_requests import requests_of_hostile_texts, requests_of_one_bad_value
 from doors import PATHS
-from http_harness import BOS, CONTEXT, END, TURN, VOCAB_SIZE, Brake, Servers, byte_tokenizer, check_idle
+from http_harness import BOS, CONTEXT, END, TURN, VOCAB_SIZE, Brake, Servers, byte_tokenizer, check_idle, poison
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -385,13 +385,7 @@ def test_s07_a_failure_after_the_first_event_is_one_error_event_and_the_end(http
 
 def test_s29_a_request_whose_numbers_are_not_finite_fails_alone(http, engine, monkeypatch):
     num_errors = engine.stats()["num_finished_error"]
-    take_tokens = engine.engine.scheduler._take_tokens
-
-    def poison(sequence, slot, tokens):
-        is_it = sequence.request.prompt_token_ids == (1, 2, 3) and len(sequence.request.output_token_ids) == 2
-        return take_tokens(sequence, slot, [-2] if is_it else tokens)
-
-    monkeypatch.setattr(engine.engine.scheduler, "_take_tokens", poison)
+    poison(monkeypatch, engine, lambda request: request.prompt_token_ids == (1, 2, 3))
     error = refused(http.post(COMPLETIONS, json={"prompt": [1, 2, 3], **GREEDY}), 500)
     assert error["code"] == "generation_failed" and "not finite" in error["message"]
     received = events(http.post(COMPLETIONS, json={"prompt": [1, 2, 3], **GREEDY, "stream": True}).text)
