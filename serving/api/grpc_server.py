@@ -270,10 +270,6 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", config.max_body_bytes + MESSAGE_OVERHEAD_BYTES),
         ("grpc.max_send_message_length", config.max_answer_bytes + MESSAGE_OVERHEAD_BYTES),
         ("grpc.max_concurrent_streams", config.max_concurrent_requests + 64),  # of a connection; health has room
-        # Calls that the event loop has yet to take: beyond these RESOURCE_EXHAUSTED, at random and then always. gRPC would
-        # keep thousands and cancel those that have waited for half a minute.
-        ("grpc.server.max_pending_requests", max(config.max_concurrent_requests // 2, 256)),
-        ("grpc.server.max_pending_requests_hard_limit", max(config.max_concurrent_requests, 512)),
         ("grpc.max_metadata_size", config.max_header_bytes),
         ("grpc.absolute_max_metadata_size", config.max_header_bytes),
         ("grpc.keepalive_time_ms", int(1000 * config.grpc_keepalive_s)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from serving.scheduling.prefix_cache import PageChain
 
-Order = tuple[int, int]
+Order = tuple[int, tuple[int, int]]  # class, then that of arrival: who comes first is served first
 
 
 @dataclass(eq=False, slots=True)

@@ -390,8 +390,8 @@ class Scheduler:
         self._max_num_seqs = self.config.max_num_seqs
         if limits is not None:
             self._max_num_seqs = min(max(limits.max_num_seqs, 1), self._max_num_seqs)
-        self._drop_expired()
         self._resume_waits()
+        self._drop_expired()
         self._num_new_prefix_waits = 0
         self._restart_outgrown_sequences()
         resets = self._admit_urgent()
@@ -401,7 +401,8 @@ class Scheduler:
             return None
         decoding, lacking, is_one_left_out = ready
 
-        moves = self._move_down() if decoding else []
+        # Moves come before resets on the device, and these resets are fixed.
+        moves = self._move_down() if decoding and not resets else []
         appends = [self._append_page(s) for s in lacking]
         chunks: list[PrefillChunk] = []
         max_tokens = self._prefill_tokens(is_alone=not decoding and not self._in_flight)
@@ -413,7 +414,9 @@ class Scheduler:
 
         num_decode_steps = 1
         # A prompt that only this step's limits hold back is let in by one of the next.
-        is_held_back = not max_tokens and self._has_slot() and bool(self._waiting)
+        is_held_back = not max_tokens and (
+            (self._has_slot() and bool(self._waiting)) or any(not s.is_decoding for s in self._running)
+        )
         if not chunks and not is_one_left_out and not is_held_back:
             lacking_for_many = self._lacking_for_many(decoding)
             if lacking_for_many is not None:
@@ -723,7 +726,7 @@ class Scheduler:
         num_taken = 0
         prefilling = [s for s in self._running if not s.is_decoding]
         long_ones = [s for s in prefilling if s.entry.is_long]
-        num_reserved = self._num_reserved(long_ones)
+        num_reserved = self._num_reserved(long_ones, max_tokens)
         background = []
         for sequence in prefilling:
             if sequence.entry.is_long:
@@ -754,7 +757,7 @@ class Scheduler:
                 decoding.append(entry.item)
             elif entry.is_long:
                 long_ones.append(entry.item)
-                num_reserved = self._num_reserved(long_ones)
+                num_reserved = self._num_reserved(long_ones, max_tokens)
             elif num_taken < most:
                 num_taken += self._add_chunk(entry.item, most - num_taken, chunks)
         most = self._background_tokens(max_tokens - num_reserved, num_taken)
@@ -767,7 +770,7 @@ class Scheduler:
                 left = self._background_tokens(max_tokens, num_taken)
             left -= num_taken
             if left > 0:
-                most = min(max(left - self._num_reserved(long_ones[index:]), config.query_block), left)
+                most = min(max(left - self._num_reserved(long_ones[index:], max_tokens), config.query_block), left)
                 num_taken += self._add_chunk(sequence, most, chunks)
         return num_taken
 
@@ -799,13 +802,13 @@ class Scheduler:
         self._num_paused += 1
         return [s for s in decoding if not self._is_background(s) or s.last_step_id == self._next_step_id]
 
-    def _num_reserved(self, long_ones: list[_Sequence]) -> int:
+    def _num_reserved(self, long_ones: list[_Sequence], max_tokens: int) -> int:
         """Tokens of a step's budget that long prompts are sure of, whole query blocks; one block is left to others."""
         if not long_ones:
             return 0
         block, long_tokens = self.config.query_block, self.config.policy.long_prefill_tokens
         tokens = sum(min(long_tokens, s.request.num_tokens - s.request.num_computed_tokens) for s in long_ones)
-        return min(-(-tokens // block) * block, self.config.max_prefill_tokens - block)
+        return min(-(-tokens // block) * block, max(max_tokens - block, 0))
 
     def _next_entry(self, num_long: int | None = None) -> Entry[_Sequence] | None:
         """Who is to be placed next. `num_long`: long prompts in prefill; None: that is to be counted."""
@@ -830,7 +833,11 @@ class Scheduler:
 
     def _is_over_budget(self, entry: Entry[_Sequence]) -> bool:
         """Whether its tenant would hold more KV than its budget with it."""
-        return self._budgets.is_used and self._budgets.excess(entry.tenant, entry.num_tokens) > 0
+        return (
+            self._budgets.is_used
+            and self._budgets.excess(entry.tenant, self.config.num_pages_for(entry.num_tokens) * self.config.page_size)
+            > 0
+        )
 
     def _count_pages(self, sequence: _Sequence, num_more: int) -> None:
         num_tokens = num_more * self.config.page_size
@@ -997,7 +1004,7 @@ class Scheduler:
             num_full_pages = sequence.request.num_tokens // self.config.page_size
             self._extend_chain(self.prefix_cache, sequence, chain, num_full_pages)
             if num_full_pages > num_hit_pages:
-                self._pending_prefixes.announce(sequence.order, chain, num_hit_pages, num_full_pages)
+                self._pending_prefixes.announce(_run_order(sequence), chain, num_hit_pages, num_full_pages)
 
     def _resume_waits(self) -> None:
         """Those whose prefix has come, or will not come, are to be placed again."""
@@ -1007,7 +1014,7 @@ class Scheduler:
             if awaited_page is None:
                 is_over = not self._awaits_sibling(sequence)
             else:
-                is_over = not self._pending_prefixes.is_pending(awaited_page, sequence.order)
+                is_over = not self._pending_prefixes.is_pending(awaited_page, _run_order(sequence))
             if is_over:
                 sequence.awaited_page = None
                 self._waiting.unpark(entry, self._now_s)
@@ -1031,7 +1038,7 @@ class Scheduler:
         num_hit_pages = len(self._placement(sequence).shared_page_ids)
         assert sequence.chain is not None
         missing = sequence.chain.page_hashes[num_hit_pages : (request.num_tokens - 1) // page_size]
-        num_pages = self._pending_prefixes.run_length(missing, sequence.order)
+        num_pages = self._pending_prefixes.run_length(missing, _run_order(sequence))
         if num_pages * page_size < wait_tokens:
             return False
         sequence.awaited_page = missing[num_pages - 1]
@@ -1088,6 +1095,7 @@ class Scheduler:
     def _take_over(self, sequence: _Sequence, source: ForkSource) -> None:
         """Copy what the page after the shared ones holds of the source's tokens."""
         self.stats.num_forks += 1
+        sequence.last_step_id = self._next_step_id  # which writes the copy
         index, num_tokens = divmod(source.num_tokens, self.config.page_size)
         if num_tokens:
             copy = PageCopy(source=source.page_ids[index], target=sequence.page_ids[index], num_tokens=num_tokens)
@@ -1232,7 +1240,7 @@ class Scheduler:
         num_full_pages = sequence.num_confirmed_tokens // page_size
         self._extend_chain(self.prefix_cache, sequence, chain, num_full_pages)
         new_pages = self.prefix_cache.publish(chain, sequence.page_ids, num_full_pages)
-        self._pending_prefixes.published(sequence.order, num_full_pages)
+        self._pending_prefixes.published(_run_order(sequence), num_full_pages)
         if self.pinned_prefixes:
             for page in new_pages:
                 self.pinned_prefixes.hold(page)
@@ -1346,7 +1354,7 @@ class Scheduler:
     def _release(self, sequence: _Sequence, *, is_stopped: bool) -> None:
         """Give back slot and pages; the pages are quarantined while a step in flight may write them."""
         assert sequence.slot is not None
-        self._pending_prefixes.withdraw(sequence.order)
+        self._pending_prefixes.withdraw(_run_order(sequence))
         self.page_allocator.free(sequence.page_ids, after_step=sequence.last_step_id)
         if not is_stopped:
             self._deactivate.add(sequence.slot)
@@ -1413,7 +1421,7 @@ class Scheduler:
             holders.append(self.pinned_prefixes.held_page_ids)
         self.page_allocator.check_integrity(holders)
         self._pending_prefixes.check_integrity(
-            {s.order: s.chain.num_published for s in self._running if s.chain is not None}
+            {_run_order(s): s.chain.num_published for s in self._running if s.chain is not None}
         )
         assert sorted([*self._free_slots, *(s.slot for s in self._running if s.slot is not None)]) == list(
             range(config.max_num_seqs)

@@ -106,7 +106,8 @@ class FakeRunner:
         for swap_in in schedule.swap_ins:
             copy, stop = swap_in.copy, swap_in.first + len(swap_in.page_ids)
             assert len(copy.batches) == copy.num_pages == stop
-            pages[list(swap_in.page_ids)] = copy.batches[swap_in.first : stop]
+            if swap_in.page_ids:  # else all of them are still in the prefix cache
+                pages[list(swap_in.page_ids)] = copy.batches[swap_in.first : stop]
             copy.batches.clear()
             written.update(swap_in.page_ids)
         for slot in schedule.deactivate:

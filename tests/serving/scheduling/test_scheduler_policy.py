@@ -391,3 +391,47 @@ def test_outputs_in_random_company_of_classes_tenants_and_long_prompts_equal_sol
     timed_out = [r for r in engine.requests.values() if r.finish_reason is FinishReason.TIMEOUT]
     assert timed_out == engine.expired or sorted(map(id, timed_out)) == sorted(map(id, engine.expired))
     assert all(not request.output_token_ids for request in timed_out)
+
+
+@pytest.mark.parametrize("num_pages", [20, 22, 24])
+def test_a_request_placed_by_preemption_keeps_its_slot_in_the_step_that_places_it(tools, num_pages):
+    policy = SchedulingConfig(class_names=("interactive", "batch"), class_priorities=(0, 10))
+    engine = tools.Engine(
+        tools.make_config(num_pages=num_pages, decode_sizes=(4, 8), prefill_token_buckets=(64,), policy=policy)
+    )
+    for i in range(5):
+        engine.add(tools.make_request(f"batch{i}", range(i * 5, i * 5 + 12), 30, priority=10))
+    for _ in range(3):
+        engine.step()
+    engine.add(tools.make_request("one", [40] * 4, 4))
+    engine.add(tools.make_request("two", [41] * 24, 4))
+    engine.run()
+    engine.check_outputs()
+
+
+def test_tenants_whose_pages_just_pass_their_budgets_do_not_push_each_other_out(tools):
+    policy = SchedulingConfig(default_tenant_kv_tokens=38)
+    config = tools.make_config(
+        page_size=16, num_pages=65, decode_sizes=(1,), prefill_token_buckets=(64,), policy=policy
+    )
+    engine = tools.Engine(config)
+    engine.add(tools.make_request("a", [1] * 34, 4, tenant="a"))
+    engine.step()
+    engine.add(tools.make_request("b", [2] * 34, 4, tenant="b"))
+    engine.run()
+    assert engine.scheduler.stats.num_preemptions == 0 and engine.scheduler.stats.num_prefill_tokens == 68
+
+
+def test_a_prompt_held_back_by_a_step_s_limits_is_not_kept_from_the_next_by_a_long_dispatch(tools):
+    engine = tools.Engine(
+        tools.make_config(num_pages=400, decode_sizes=(8,), prefill_token_buckets=(16,), max_decode_steps=4)
+    )
+    for i in range(3):
+        engine.add(tools.make_request(f"decodes{i}", range(i, i + 4), 100))
+    engine.step()
+    engine.add(tools.make_request("prompt", [5] * 40, 4))
+    engine.step()
+    engine.limits = StepLimits(max_prefill_tokens=0, max_num_seqs=8)
+    for _ in range(2):
+        engine.step()
+    assert [schedule.num_decode_steps for schedule in engine.schedules[-2:]] == [1, 1]
