@@ -49,7 +49,7 @@ from serving.scheduling.config import RopeRegime, SchedulerConfig
 from serving.scheduling.eviction import RecomputeCost
 from serving.scheduling.online_step_time import OnlineStepTime
 from serving.scheduling.prefix_cache import HashedPrompt
-from serving.scheduling.schedule import Schedule
+from serving.scheduling.schedule import Schedule, StepLimits
 from serving.scheduling.scheduler import NOT_FINITE, Scheduler, StepEvent
 from serving.scheduling.slo_controller import SloController
 from serving.scheduling.step_time import StepWork
@@ -580,11 +580,12 @@ class Engine:
     def _step(self) -> list[OutputDelta]:
         deltas: list[OutputDelta] = []
         self.clock.begin_step()
-        schedule = self._schedule()
+        limits = self._step_limits()
+        schedule = self.scheduler.schedule(self.now(), limits)
         if schedule is None and self._pending is not None:
             # Nothing can be decided before the tokens in flight are known (or nothing is left to do).
             deltas += self._read_pending()
-            schedule = self._schedule()
+            schedule = self.scheduler.schedule(self.now(), limits)
         for request in self.scheduler.take_expired():
             deltas += self._end_deltas(request)
         pending = None
@@ -618,14 +619,15 @@ class Engine:
             return self._finish_beams(group, request.finish_reason, request.error, self.now())
         return [self._finish_delta(group, group.completions[request.child_index], (), "", None, self.now())]
 
-    def _schedule(self) -> Schedule | None:
+    def _step_limits(self) -> StepLimits | None:
+        """Once a step: the controller counts steps by it."""
+        if self.controller is None:
+            return None
         now_s = self.now()
-        limits = None
-        if self.controller is not None:
-            limits = self.controller.limits(now_s)
-            if self.admission is not None:
-                self.admission.publish(self.controller.snapshot(now_s))
-        return self.scheduler.schedule(now_s, limits if self.scheduling.controls_steps else None)
+        limits = self.controller.limits(now_s)
+        if self.admission is not None:
+            self.admission.publish(self.controller.snapshot(now_s))
+        return limits if self.scheduling.controls_steps else None
 
     def wait(self) -> None:
         """Wait until the device has run what was dispatched; for benchmarks."""

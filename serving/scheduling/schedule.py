@@ -100,7 +100,7 @@ class Schedule:
     step_id: int
     swap_outs: tuple[SwapOut, ...] = ()
     zero_pages: tuple[int, ...] = ()  # hold values that are not finite: masked keys would still spread them (0 * NaN)
-    page_copies: tuple[PageCopy, ...] = ()  # in order: a page that was copied may be given anew
+    page_copies: tuple[PageCopy, ...] = ()  # no target is a source of another
     swap_ins: tuple[SwapIn, ...] = ()
     deactivate: tuple[int, ...] = ()  # slots whose request was aborted or preempted, or was never started
     moves: tuple[SlotMove, ...] = ()

@@ -1298,7 +1298,7 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
         request.error = error
-        if self.ended is not None:
+        if self.ended is not None and not request.keeps_pages:  # a step of a beam says nothing of usual lengths
             self.ended.append(request)
         children = self._sequences[request.request_id]
         del children[request.child_index], self._sequence_of[id(request)]
