@@ -26,6 +26,7 @@ from serving.async_engine import AsyncEngine
 from serving.engine import build_engine
 from serving.jobs.jobs import Jobs
 from serving.jobs.store import Store
+from serving.observer import EngineObserver, RequestRecord
 from serving.operations.operations import Operations
 from serving.request import Request
 from serving.scheduling.schedule import Schedule
@@ -119,6 +120,16 @@ class Servers:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+class Requests(EngineObserver):
+    """Notes what it is told of requests that have ended."""
+
+    def __init__(self) -> None:
+        self.records: list[RequestRecord] = []
+
+    def request_finished(self, record: RequestRecord) -> None:
+        self.records.append(record)
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine, is_it: Callable[[Request], bool]) -> None:

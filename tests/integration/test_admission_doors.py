@@ -11,7 +11,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_harness import grpc_server, stub
 from grpc_status import rpc_status
-from http_harness import servers, tiny_engine
+from http_harness import tiny_engine
 
 from configs.scheduling import SchedulingConfig
 from configs.server import ServerConfig
@@ -51,12 +51,6 @@ def engine():
     engine = tiny_engine(scheduling=SCHEDULING)
     yield engine
     engine.close()
-
-
-@pytest.fixture(scope="module")
-def running():
-    with servers() as running:
-        yield running
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from http_harness import Servers, servers, tiny_engine
+from http_harness import Requests, Servers, tiny_engine
 
 from configs.checks import ConfigError
 from configs.engine import EngineConfig
@@ -17,7 +17,6 @@ from serving import LLM, SamplingParams
 from serving.api.http_server import build_admin_app
 from serving.api.service import Service
 from serving.cli.serve import resolved_engine_config
-from serving.observer import EngineObserver, RequestRecord
 
 TINY = Path(__file__).parents[1] / "data" / "tiny"
 COMPLETIONS = "/v1/completions"
@@ -57,25 +56,11 @@ def test_a_shared_prefix_is_computed_once_for_a_hundred_requests_which_get_the_s
     assert results[True][::10] == results[False]
 
 
-class Requests(EngineObserver):
-    def __init__(self) -> None:
-        self.records: list[RequestRecord] = []
-
-    def request_finished(self, record: RequestRecord) -> None:
-        self.records.append(record)
-
-
 @pytest.fixture(scope="module")
 def engine():
     engine = tiny_engine(max_pinned_pages=8)
     yield engine
     engine.close()
-
-
-@pytest.fixture(scope="module")
-def running():
-    with servers() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

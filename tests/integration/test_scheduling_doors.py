@@ -13,13 +13,12 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_harness import grpc_server, stub
 from grpc_status import rpc_status
-from http_harness import Servers, servers, tiny_engine
+from http_harness import Requests, Servers, tiny_engine
 
 from configs.scheduling import MAX_PRIORITY, SchedulingConfig
 from configs.server import ServerConfig
 from serving.api.errors import OverloadedError
 from serving.jobs.lines import BATCH_CONTEXT, answer_request
-from serving.observer import EngineObserver, RequestRecord
 from serving.proto.v1 import serving_pb2 as pb
 from serving.request import RequestContext, SamplingParams
 
@@ -35,25 +34,11 @@ SCHEDULING = SchedulingConfig(
 SERVER = ServerConfig(tenant_header="X-Tenant")
 
 
-class Requests(EngineObserver):
-    def __init__(self) -> None:
-        self.records: list[RequestRecord] = []
-
-    def request_finished(self, record: RequestRecord) -> None:
-        self.records.append(record)
-
-
 @pytest.fixture(scope="module")
 def engine():
     engine = tiny_engine(scheduling=SCHEDULING)
     yield engine
     engine.close()
-
-
-@pytest.fixture(scope="module")
-def running():
-    with servers() as running:
-        yield running
 
 
 @pytest.fixture
